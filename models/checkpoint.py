@@ -1,0 +1,126 @@
+"""The files around the weights of a small Qwen vision-language checkpoint.
+
+Tokenizer, chat template, processor and generation settings, as transformers and vLLM look for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+VISION_START, VISION_END, VISION_PAD = "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"
+IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
+SPECIAL_TOKENS = (
+    END_OF_TEXT, TURN_START, TURN_END, VISION_START, VISION_END, VISION_PAD, IMAGE_PAD, VIDEO_PAD,
+)  # fmt: skip
+
+IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
+IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
+"""CLIP's pixel statistics, the ones in Qwen2-VL's published processor configuration."""
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # Qwen2's pre-tokenizer: every digit stands alone
+
+
+def chat_template(label_images: bool) -> str:
+    """Return the template; with ``label_images`` the label ``#k`` follows image k."""
+    switch = f"{{%- set label_images = {'true' if label_images else 'false'} -%}}\n"
+    return switch + Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
+
+
+def make_tokenizer(
+    corpus: Iterable[str], vocab_size: int, template: str, labels: Iterable[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of at most ``vocab_size`` entries, the special tokens included.
+
+    ``labels`` become one token each wherever they stand in the text.
+    """
+    labels = list(labels)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL_TOKENS) - len(labels),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(corpus, trainer)
+    bpe.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL_TOKENS])
+    bpe.add_tokens([AddedToken(label, normalized=False) for label in labels])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT, model_max_length=8192
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """Map every special token to its id."""
+    return {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL_TOKENS}
+
+
+def write_side_files(
+    out: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    processor_class: str,
+    video_processor_type: str,
+    patch_size: int,
+    max_pixels: int,
+) -> None:
+    """Write everything but weights and model configuration into ``out``."""
+    tokenizer.save_pretrained(out)
+    ids = special_ids(tokenizer)
+    pixels = {"shortest_edge": 56 * 56, "longest_edge": max_pixels}
+    processor = {
+        "processor_class": processor_class,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "rescale_factor": 1 / 255,
+        "resample": 3,
+        "size": pixels,
+        "min_pixels": pixels["shortest_edge"],
+        "max_pixels": pixels["longest_edge"],
+        "patch_size": patch_size,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": IMAGE_MEAN,
+        "image_std": IMAGE_STD,
+    }
+    _write_json(
+        out / "preprocessor_config.json",
+        processor | {"image_processor_type": "Qwen2VLImageProcessor"},
+    )
+    _write_json(
+        out / "video_preprocessor_config.json",
+        processor | {"video_processor_type": video_processor_type},
+    )
+    _write_json(
+        out / "generation_config.json",
+        {
+            "bos_token_id": ids[END_OF_TEXT],
+            "eos_token_id": [ids[TURN_END], ids[END_OF_TEXT]],
+            "pad_token_id": ids[END_OF_TEXT],
+            "do_sample": False,
+        },
+    )
+    template_file = out / "chat_template.jinja"
+    template_file.write_text(str(tokenizer.chat_template), encoding="utf-8")
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Small vision-language checkpoints whose answers can be checked, and the programs that make them."""
+"""Small vision-language checkpoints whose answers can be checked, and what makes them."""

@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END, VISION_PAD = "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"
@@ -37,7 +37,7 @@ def chat_template(label_images: bool) -> str:
 
 def make_tokenizer(
     corpus: Iterable[str], vocab_size: int, template: str, labels: Iterable[str] = ()
-) -> PreTrainedTokenizerFast:
+) -> transformers.PreTrainedTokenizerFast:
     """Train a byte-level BPE of at most ``vocab_size`` entries, the special tokens included.
 
     ``labels`` become one token each wherever they stand in the text.
@@ -59,21 +59,28 @@ def make_tokenizer(
     bpe.train_from_iterator(corpus, trainer)
     bpe.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL_TOKENS])
     bpe.add_tokens([AddedToken(label, normalized=False) for label in labels])
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT, model_max_length=8192
     )
     tokenizer.chat_template = template
     return tokenizer
 
 
-def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+def special_ids(tokenizer: transformers.PreTrainedTokenizerFast) -> dict[str, int]:
     """Map every special token to its id."""
     return {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL_TOKENS}
 
 
+def save_weights(model: transformers.PreTrainedModel, out: Path) -> None:
+    """Write weights and model configuration; anyone may read them, whoever wrote them."""
+    model.save_pretrained(out)
+    for path in out.glob("*.safetensors"):
+        path.chmod(0o644)
+
+
 def write_side_files(
     out: Path,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: transformers.PreTrainedTokenizerFast,
     *,
     processor_class: str,
     video_processor_type: str,

@@ -1,4 +1,4 @@
-"""Pictures with known answers: one object on a plain background, and questions about several of them.
+"""Pictures with known answers: one object on a plain background, and questions about a row of them.
 
 Needs only numpy and Pillow, so that a demo or a test can make pictures without loading torch.
 Everything random comes from the ``random.Random`` that the caller passes in.
@@ -69,9 +69,7 @@ class Question:
 
 def random_scene(rng: random.Random) -> Scene:
     """Draw one of the 336 scenes, all equally likely."""
-    return Scene(
-        rng.choice(SHAPES), rng.choice(list(COLOURS)), rng.choice(list(BACKGROUNDS))
-    )
+    return Scene(rng.choice(SHAPES), rng.choice(list(COLOURS)), rng.choice(list(BACKGROUNDS)))
 
 
 def random_size(rng: random.Random) -> tuple[int, int]:
@@ -93,7 +91,7 @@ def draw(scene: Scene, height: int, width: int, rng: random.Random) -> Image.Ima
         raise ValueError(f"sides must be multiples of {CELL_PX} px, got {height}x{width}")
     tiled = np.tile(_cell(scene), (height // CELL_PX, width // CELL_PX, 1))
     tint = np.array([rng.uniform(-_TINT, _TINT) for _ in range(3)], np.float32)
-    return Image.fromarray(np.clip(np.rint(tiled + tint), 0, 255).astype(np.uint8), "RGB")
+    return Image.fromarray(np.clip(np.rint(tiled + tint), 0, 255).astype(np.uint8))
 
 
 def data_uri(image: Image.Image) -> str:

@@ -16,21 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
-from models import _compat
-
-_compat.mend_torchvision()
-
-from transformers import (  # noqa: E402
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
-
-from models import checkpoint  # noqa: E402
+from models import _compat, checkpoint
 
 ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl")
 HIDDEN = 128
@@ -52,13 +40,14 @@ def build(arch: str, out: Path, seed: int = 0) -> None:
     """
     if arch not in ARCHITECTURES:
         raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
+    _compat.mend()
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = checkpoint.make_tokenizer(
         _pseudo_english(), VOCABULARY, checkpoint.chat_template(label_images=False)
     )
     model = _qwen2_5(tokenizer) if arch == "qwen2_5_vl" else _qwen3(tokenizer)
     _fill(model, tokenizer, seed)
-    model.save_pretrained(out)
+    checkpoint.save_weights(model, out)
     checkpoint.write_side_files(
         out,
         tokenizer,
@@ -83,7 +72,7 @@ def _pseudo_english() -> Iterator[str]:
         yield " ".join(rng.choices(words, k=12)).capitalize() + "."
 
 
-def _text(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> dict[str, Any]:
+def _text(tokenizer: transformers.PreTrainedTokenizerFast, **changes: Any) -> dict[str, Any]:
     ids = checkpoint.special_ids(tokenizer)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
     return {
@@ -103,7 +92,7 @@ def _text(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> dict[str, Any]:
     }
 
 
-def _markers(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def _markers(tokenizer: transformers.PreTrainedTokenizerFast) -> dict[str, Any]:
     ids = checkpoint.special_ids(tokenizer)
     return {
         "image_token_id": ids[checkpoint.IMAGE_PAD],
@@ -115,7 +104,7 @@ def _markers(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     }
 
 
-def _qwen2_5(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def _qwen2_5(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.PreTrainedModel:
     vision = {
         "depth": 2,
         "hidden_size": 64,
@@ -128,11 +117,13 @@ def _qwen2_5(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         "tokens_per_second": 2,
     }
     text = _text(tokenizer)
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_markers(tokenizer))
-    return Qwen2_5_VLForConditionalGeneration(config)
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, **_markers(tokenizer)
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _qwen3(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def _qwen3(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.PreTrainedModel:
     vision = {
         "depth": 3,
         "hidden_size": 64,
@@ -144,11 +135,17 @@ def _qwen3(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         "deepstack_visual_indexes": [0, 1],
     }
     text = _text(tokenizer, head_dim=64, rope={"mrope_interleaved": True})
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, **_markers(tokenizer))
-    return Qwen3VLForConditionalGeneration(config)
+    config = transformers.Qwen3VLConfig(
+        text_config=text, vision_config=vision, **_markers(tokenizer)
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
 
 
-def _fill(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+def _fill(
+    model: transformers.PreTrainedModel,
+    tokenizer: transformers.PreTrainedTokenizerFast,
+    seed: int,
+) -> None:
     """Draw all matrices from ``seed``, and let the model speak only whole ASCII tokens.
 
     A zero row in the head never wins against the largest of two thousand random logits. So no

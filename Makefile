@@ -1,0 +1,33 @@
+# `make` lists the verbs. Each one sets the environment up first, which takes no time once done.
+PYTHON ?= python3
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check fmt clean
+
+help: ## list the verbs
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: ## make .venv with everything for demo and tests
+	@$(PYTHON) scripts/setup.py --profile dev
+
+demo: setup ## start all stages on this machine and ask the small model about pictures
+	$(BIN)/epd demo
+
+check: setup ## lint, types, import walls and the fast tests; under 2 minutes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy scripts/setup.py
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -m "not vllm and not docker and not slow"
+
+test: setup ## every test that needs no Docker engine, with real vLLM on the CPU
+	$(BIN)/python -m pytest -m "not docker" --durations=15
+
+fmt: setup ## format, and mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove everything the verbs made, the environment included
+	rm -rf .venv .epd build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

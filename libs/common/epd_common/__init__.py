@@ -1,0 +1,1 @@
+"""What every part of epdflow shares: protocol, bus, store, ingest, client, settings, telemetry."""

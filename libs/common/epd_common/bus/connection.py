@@ -1,0 +1,187 @@
+"""One NATS connection with the limits and error messages that the services rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+import nats
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js import JetStreamContext
+
+from epd_common.errors import BusyError, TooLargeError, UnavailableError
+from epd_common.protocol.base import Message
+from epd_common.protocol.codec import encode
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0
+PUBLISH_TIMEOUT_S = 5.0
+HEADER_ROOM_BYTES = 4096
+"""Part of the payload limit kept free for headers, in bytes."""
+
+_MSGS_EXCEEDED = 10077  # JetStream: maximum messages exceeded (discard=new)
+_BYTES_EXCEEDED = 10122
+
+
+class Bus:
+    """An open connection. Use as an async context manager; leaving it drains.
+
+    A broker that goes away is reconnected to for ever; meanwhile publishing raises
+    :class:`~epd_common.errors.UnavailableError`.
+    """
+
+    def __init__(self, url: str, *, name: str) -> None:
+        self._url = url
+        self._name = name
+        self._client = Client()
+        self.js: JetStreamContext = self._client.jetstream()
+
+    @property
+    def client(self) -> Client:
+        """The nats-py client, for what this class does not wrap."""
+        return self._client
+
+    @property
+    def connected(self) -> bool:
+        return bool(self._client.is_connected)
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Largest message body this bus takes, with room left for headers."""
+        return int(self._client.max_payload) - HEADER_ROOM_BYTES
+
+    async def __aenter__(self) -> Self:
+        try:
+            # connect() can hang on a half-open socket; the bound is ours.
+            await asyncio.wait_for(
+                self._client.connect(
+                    self._url,
+                    name=self._name,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=0.2,
+                    connect_timeout=2,
+                    allow_reconnect=True,
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnect,
+                    reconnected_cb=self._on_reconnect,
+                    # Requests that fail while disconnected must fail, not pile up.
+                    pending_size=8 * 1024 * 1024,
+                ),
+                CONNECT_TIMEOUT_S,
+            )
+        except (OSError, TimeoutError, nats.errors.Error) as error:
+            raise UnavailableError(
+                f"cannot connect to NATS at {self.address} ({error or type(error).__name__}): "
+                "is the server running, and is EPD_NATS_URL right?",
+                code="nats_unavailable",
+            ) from error
+        self.js = self._client.jetstream(timeout=PUBLISH_TIMEOUT_S)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._client.is_connected:
+            try:
+                await asyncio.wait_for(self._client.drain(), 5)
+                return
+            except (TimeoutError, nats.errors.Error) as error:
+                logger.warning("NATS did not drain: %s", error or type(error).__name__)
+        await self._client.close()
+
+    @property
+    def address(self) -> str:
+        """The server's address without credentials."""
+        parts = urlsplit(self._url)
+        return f"{parts.hostname}:{parts.port or 4222}"
+
+    async def emit(self, subject: str, message: Message) -> None:
+        """Publish on core NATS: at most once, to whoever listens now."""
+        await self.emit_bytes(subject, encode(message))
+
+    async def emit_bytes(self, subject: str, data: bytes, reply: str = "") -> None:
+        try:
+            await self._client.publish(subject, data, reply=reply)
+        except nats.errors.MaxPayloadError as error:
+            raise _too_large(len(data), self.max_payload_bytes) from error
+        except nats.errors.Error as error:
+            raise _unavailable(error) from error
+
+    async def store(self, subject: str, message: Message, *, message_id: str) -> None:
+        """Publish into a stream and wait for its acknowledgement.
+
+        Args:
+            message_id: Sent as ``Nats-Msg-Id``; the stream drops a second message with the same id.
+
+        Raises:
+            TooLargeError: over the bus limit, found before anything is sent.
+            BusyError: the queue is full.
+            UnavailableError: no acknowledgement. The message may have been stored all the same.
+        """
+        data = encode(message)
+        if len(data) > self.max_payload_bytes:
+            raise _too_large(len(data), self.max_payload_bytes)
+        try:
+            await self.js.publish(
+                subject, data, timeout=PUBLISH_TIMEOUT_S, headers={"Nats-Msg-Id": message_id}
+            )
+        except nats.js.errors.APIError as error:
+            if error.err_code in (_MSGS_EXCEEDED, _BYTES_EXCEEDED):
+                raise BusyError(
+                    f"the queue of {subject} is full; try again shortly",
+                    code="queue_full",
+                    retry_after_s=1.0,
+                ) from error
+            raise _unavailable(error) from error
+        except (nats.errors.Error, TimeoutError) as error:
+            raise _unavailable(error) from error
+
+    async def subscribe(
+        self, subject: str, handler: Callable[[Msg], Awaitable[None]], **limits: int
+    ) -> Subscription:
+        """Call ``handler`` for each message of ``subject``."""
+        return await self._client.subscribe(subject, cb=handler, **limits)
+
+    async def flush(self) -> None:
+        """Return when the server has seen all that was sent, subscriptions included."""
+        try:
+            await self._client.flush(timeout=int(PUBLISH_TIMEOUT_S))
+        except (nats.errors.Error, TimeoutError) as error:
+            raise _unavailable(error) from error
+
+    async def _on_error(self, error: Exception) -> None:
+        logger.warning("NATS: %s", error or type(error).__name__)
+
+    async def _on_disconnect(self) -> None:
+        logger.warning("NATS: disconnected from %s", self.address)
+
+    async def _on_reconnect(self) -> None:
+        logger.info("NATS: reconnected to %s", self.address)
+
+
+def _too_large(size: int, limit: int) -> TooLargeError:
+    return TooLargeError(
+        f"the message has {size} bytes, the bus takes {limit}; put the body or the media into the "
+        "media store and send a reference",
+        code="message_too_large",
+    )
+
+
+def _unavailable(error: Exception) -> UnavailableError:
+    return UnavailableError(
+        f"NATS did not take the message ({error or type(error).__name__}); try again",
+        code="nats_unavailable",
+        retry_after_s=1.0,
+    )

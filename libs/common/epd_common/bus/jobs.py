@@ -1,0 +1,300 @@
+"""Pulling jobs from the lanes of a stage, as many as there are free slots.
+
+Each lane is a durable consumer. The puller never has more open pulls than free slots, so a job is only
+ever delivered to a worker that can start it. It first looks at the lanes in their order, and where all
+are empty it waits on as many as it may: for long when slots abound, else for ``SHORT_WAIT_S`` at a time,
+so that no lane stays out of sight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import nats.errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from epd_common.bus.connection import Bus
+from epd_common.bus.streams import ACK_WAIT_S, MAX_DELIVERIES, STREAMS
+from epd_common.errors import EpdError, UnavailableError
+from epd_common.protocol import subjects
+from epd_common.protocol.codec import encode
+from epd_common.protocol.control import DeadLetter
+from epd_common.protocol.subjects import Stage
+
+logger = logging.getLogger(__name__)
+
+LONG_WAIT_S = 5.0
+SHORT_WAIT_S = 0.1
+ANSWER_S = 1.0
+"""A pull that the server has not answered this long after its expiry is held for lost."""
+
+BACKOFF_S = 0.5
+GIVE_BACK_S = 0.05
+HEARTBEAT_S = ACK_WAIT_S / 4
+
+
+class Delivery:
+    """One delivered job. ``ack``, ``retry`` and ``give_up`` each settle it; the first one wins.
+
+    As an async context manager it tells the server every ``HEARTBEAT_S`` that work goes on.
+    """
+
+    def __init__(self, bus: Bus, stage: Stage, worker: str, message: Msg) -> None:
+        self._bus = bus
+        self._stage = stage
+        self._worker = worker
+        self._message = message
+        self._settled = False
+        self._beat: asyncio.Task[None] | None = None
+        self.data: bytes = message.data
+        self.subject: str = message.subject
+        self.received = time.monotonic()
+
+    @property
+    def attempt(self) -> int:
+        """How often this job was delivered, this time included."""
+        return int(self._message.metadata.num_delivered)
+
+    @property
+    def last_attempt(self) -> bool:
+        return self.attempt >= MAX_DELIVERIES
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds from publishing to this delivery, by wall clocks."""
+        published = self._message.metadata.timestamp.timestamp()
+        return float(max(0.0, time.time() - published))
+
+    async def ack(self) -> None:
+        """The job's effect is durable, or it needs none: forget it."""
+        await self._settle(self._message.ack)
+
+    async def retry(self, delay_s: float) -> None:
+        """Give the job back, to be delivered again after a delay."""
+        await self._settle(lambda: self._message.nak(delay=delay_s))
+
+    async def give_up(self, error: EpdError) -> None:
+        """Put the job into the dead-letter stream with the reason, then take it off the queue."""
+        if self._settled:
+            return
+        letter = DeadLetter(
+            stage=self._stage,
+            subject=self.subject,
+            reason=error.message,
+            code=error.code,
+            worker=self._worker,
+            attempts=self.attempt,
+            at=time.time(),
+            payload=self.data,
+        )
+        sequence = self._message.metadata.sequence.stream
+        if len(encode(letter)) > self._bus.max_payload_bytes:
+            letter = msgspec.structs.replace(letter, payload=b"")
+        await self._bus.store(
+            subjects.dlq_subject(self._stage), letter, message_id=f"{self._stage}-{sequence}"
+        )
+        await self._settle(self._message.term)
+
+    async def _settle(self, action: Callable[[], Awaitable[None]]) -> None:
+        if self._settled:
+            return
+        self._settled = True
+        try:
+            await action()
+        except nats.errors.Error as error:
+            # The server will deliver the job again; every effect is idempotent.
+            logger.warning("could not settle a job of %s: %s", self.subject, error)
+
+    async def __aenter__(self) -> Self:
+        self._beat = asyncio.create_task(self._keep_alive(), name=f"in-progress {self.subject}")
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._beat
+
+    async def _keep_alive(self) -> None:
+        while not self._settled:
+            await asyncio.sleep(HEARTBEAT_S)
+            if self._settled:
+                return
+            try:
+                await self._message.in_progress()
+            except nats.errors.Error as error:
+                logger.warning("heartbeat of a job of %s failed: %s", self.subject, error)
+
+
+class _Lane:
+    """One durable consumer and its open pull, if any."""
+
+    def __init__(self, consumer: str, inbox: str) -> None:
+        self.consumer = consumer
+        self.inbox = inbox
+        self.open_until = 0.0
+
+    @property
+    def open(self) -> bool:
+        return time.monotonic() < self.open_until
+
+
+class JobPuller:
+    """Yields deliveries from the lanes of a stage while slots are free.
+
+    Args:
+        consumers: Durable consumers, the most urgent lane first.
+        slots: How many jobs may be in work here at once.
+    """
+
+    def __init__(
+        self, bus: Bus, stage: Stage, *, consumers: Sequence[str], slots: int, worker: str
+    ) -> None:
+        self._bus = bus
+        self._stage: Stage = stage
+        self._worker = worker
+        self.slots = slots
+        self.busy = 0
+        self._lanes = [_Lane(name, bus.client.new_inbox()) for name in consumers]
+        self._subscriptions: list[Subscription] = []
+        self._arrived: asyncio.Queue[tuple[_Lane, Msg]] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        self._stopping = False
+
+    async def __aenter__(self) -> Self:
+        for lane in self._lanes:
+            handler = functools.partial(self._on_message, lane)
+            self._subscriptions.append(await self._bus.subscribe(lane.inbox, handler))
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+        for subscription in self._subscriptions:
+            with contextlib.suppress(nats.errors.Error):
+                await subscription.unsubscribe()
+        while not self._arrived.empty():
+            _, message = self._arrived.get_nowait()
+            await self._give_back(message)
+
+    def stop(self) -> None:
+        """Fetch no more; the iteration ends."""
+        self._stopping = True
+        self._changed.set()
+
+    def release(self) -> None:
+        """A job that was yielded is done: its slot is free again."""
+        self.busy -= 1
+        self._changed.set()
+
+    async def deliveries(self) -> AsyncIterator[Delivery]:
+        """Jobs, the lowest lane first; the caller calls :meth:`release` after each."""
+        while not self._stopping:
+            if self._free <= 0:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            message = await self._look() or await self._wait()
+            if message is None:
+                continue
+            if self._stopping:
+                await self._give_back(message)
+                return
+            self.busy += 1
+            yield Delivery(self._bus, self._stage, self._worker, message)
+
+    @property
+    def _free(self) -> int:
+        return self.slots - self.busy
+
+    def _may_open(self, lane: _Lane) -> bool:
+        return not lane.open and sum(other.open for other in self._lanes) < self._free
+
+    async def _look(self) -> Msg | None:
+        """Ask each lane in turn for a job that is there now."""
+        if not self._arrived.empty():
+            return await self._next(0)
+        for lane in self._lanes:
+            if self._may_open(lane):
+                await self._pull(lane, wait_s=0)
+                if message := await self._next(ANSWER_S):
+                    return message
+        return None
+
+    async def _wait(self) -> Msg | None:
+        """Leave pulls open on the lowest lanes, and wait for whichever job comes first."""
+        plenty = self._free >= 2 * len(self._lanes)
+        wait_s = LONG_WAIT_S if plenty else SHORT_WAIT_S
+        for lane in self._lanes:
+            if self._may_open(lane):
+                await self._pull(lane, wait_s=wait_s)
+        return await self._next(wait_s)
+
+    async def _next(self, timeout_s: float) -> Msg | None:
+        """The next job that arrives, or None when a lane says that it has none."""
+        arrived = asyncio.ensure_future(self._arrived.get())
+        stopped = asyncio.ensure_future(self._stopped())
+        try:
+            await asyncio.wait(
+                (arrived, stopped), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            stopped.cancel()
+            if not arrived.done():
+                arrived.cancel()
+        if not arrived.done() or arrived.cancelled():
+            return None
+        lane, message = arrived.result()
+        lane.open_until = 0.0
+        status = (message.headers or {}).get("Status", "")
+        if not status:
+            return message
+        if status not in ("404", "408"):  # neither "no messages" nor "pull expired"
+            logger.warning("consumer %s answers %s; looking again", lane.consumer, message.headers)
+            await asyncio.sleep(BACKOFF_S)
+        return None
+
+    async def _stopped(self) -> None:
+        while not self._stopping:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _pull(self, lane: _Lane, *, wait_s: float) -> None:
+        request = {"batch": 1, "expires": int(wait_s * 1e9)} if wait_s else _NO_WAIT
+        lane.open_until = time.monotonic() + wait_s + ANSWER_S
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{STREAMS[self._stage]}.{lane.consumer}"
+        try:
+            await self._bus.emit_bytes(subject, msgspec.json.encode(request), reply=lane.inbox)
+        except UnavailableError as error:
+            logger.warning("cannot ask for jobs: %s", error)
+            await asyncio.sleep(BACKOFF_S)
+
+    async def _on_message(self, lane: _Lane, message: Msg) -> None:
+        self._arrived.put_nowait((lane, message))
+
+    async def _give_back(self, message: Msg) -> None:
+        if message.headers and "Status" in message.headers:
+            return
+        with contextlib.suppress(nats.errors.Error):
+            await message.nak(delay=GIVE_BACK_S)
+
+
+_NO_WAIT: dict[str, object] = {"batch": 1, "no_wait": True}

@@ -1,0 +1,171 @@
+"""The worker registry: who is there, read from the KV bucket ``epd_workers``.
+
+A worker writes its record at every heartbeat. A reader watches the bucket and judges age by its own
+monotonic clock from the moment a beat arrived, since a bucket's expiry sends no event and clocks differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+
+import nats.errors
+import nats.js.errors
+from nats.js.kv import KeyValue
+
+from epd_common.bus.connection import Bus
+from epd_common.errors import UnavailableError
+from epd_common.protocol import subjects
+from epd_common.protocol.codec import ProtocolError, decode, encode
+from epd_common.protocol.workers import WorkerRecord
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerView:
+    """A worker's latest record and when its last new beat was seen here."""
+
+    __slots__ = ("record", "seen")
+
+    def __init__(self, record: WorkerRecord) -> None:
+        self.record = record
+        self.seen = time.monotonic()
+
+    @property
+    def alive(self) -> bool:
+        return time.monotonic() - self.seen < self.record.ttl_s
+
+    @property
+    def ready(self) -> bool:
+        return self.alive and self.record.state == "ready"
+
+
+class Registry:
+    """A live copy of the bucket. Use as an async context manager."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._workers: dict[str, WorkerView] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._first_sync = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._follow(), name="registry watch")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._first_sync.wait(), 5)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def workers(self, role: str | None = None, model: str | None = None) -> list[WorkerView]:
+        """All workers known, dead ones included, in the order of their names."""
+        return [
+            view
+            for _, view in sorted(self._workers.items())
+            if (role is None or view.record.role == role)
+            and (model is None or view.record.model == model)
+        ]
+
+    def ready(self, role: str, model: str) -> list[WorkerRecord]:
+        """Records of the workers of a model that take work now."""
+        return [view.record for view in self.workers(role, model) if view.ready]
+
+    def models(self) -> list[str]:
+        """Names of the models that at least one ready PD worker serves."""
+        return sorted({v.record.model for v in self.workers("pd") if v.ready})
+
+    async def _follow(self) -> None:
+        """Watch the bucket; after an error begin again, as the bucket itself may be new."""
+        while True:
+            try:
+                bucket = await self._bus.js.key_value(subjects.WORKERS_BUCKET)
+                await self._watch(bucket)
+            except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+                logger.warning("worker registry: %s; watching again", error or type(error).__name__)
+            await asyncio.sleep(0.5)
+
+    async def _watch(self, bucket: KeyValue) -> None:
+        watcher = await bucket.watchall()
+        try:
+            while True:
+                try:
+                    entry = await watcher.updates(timeout=5)
+                except TimeoutError:
+                    if not self._bus.connected:
+                        return
+                    continue
+                if entry is None:  # all that was there has been read
+                    self._first_sync.set()
+                elif entry.operation in ("DEL", "PURGE"):
+                    self._workers.pop(entry.key, None)
+                else:
+                    self._note(entry.key, entry.value or b"")
+        finally:
+            with contextlib.suppress(nats.errors.Error):
+                await watcher.stop()
+
+    def _note(self, key: str, value: bytes) -> None:
+        try:
+            record = decode(value, WorkerRecord)
+        except ProtocolError as error:
+            logger.warning("worker registry: record %s is unreadable: %s", key, error)
+            return
+        self._workers[key] = WorkerView(record)
+        for old in [k for k, v in self._workers.items() if time.monotonic() - v.seen > 60]:
+            del self._workers[old]
+
+
+@contextlib.asynccontextmanager
+async def announce(
+    bus: Bus, snapshot: Callable[[int], WorkerRecord], *, every_s: float
+) -> AsyncIterator[Callable[[], None]]:
+    """Keep a worker's record in the bucket while the context is open; take it out at the end.
+
+    Args:
+        snapshot: Gives the record for a beat number.
+
+    Yields:
+        A function that has the record written again at once, for a change of state.
+    """
+    bucket = await bus.js.key_value(subjects.WORKERS_BUCKET)
+    first = snapshot(0)
+    key = subjects.worker_key(first.role, first.worker)
+    changed = asyncio.Event()
+
+    async def beat() -> None:
+        number = 0
+        while True:
+            changed.clear()
+            try:
+                await bucket.put(key, encode(snapshot(number)))
+            except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+                logger.warning("heartbeat failed: %s", error or type(error).__name__)
+            number += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), every_s)
+
+    task = asyncio.create_task(beat(), name="heartbeat")
+    try:
+        yield changed.set
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        with contextlib.suppress(
+            nats.errors.Error, nats.js.errors.Error, TimeoutError, UnavailableError
+        ):
+            await bucket.delete(key)

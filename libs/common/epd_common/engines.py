@@ -1,0 +1,92 @@
+"""What a service expects of an engine. Implementations: ``epd_vllm`` (real vLLM)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from epd_common.store.embedding import EmbeddingHeader
+
+Progress = Callable[[str], None]
+"""Is told what an engine does while it starts, in a few words."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a loaded engine is.
+
+    ``fingerprint`` is part of every embedding key: two engines share embeddings exactly if they have the
+    same one. ``special_tokens`` are the tokenizer's reserved tokens as text.
+    """
+
+    model: str
+    fingerprint: str
+    modalities: tuple[str, ...]
+    max_model_len: int
+    special_tokens: tuple[str, ...]
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedEmbedding:
+    """An embedding that an encoder engine wrote to a file of the arena's staging folder.
+
+    The header is complete and the payload verified, but nothing is published yet.
+    """
+
+    path: Path
+    header: EmbeddingHeader
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """Status and content type of an engine's answer; its body follows."""
+
+    status: int
+    content_type: str
+
+
+class EncoderEngine(Protocol):
+    """Turns media into embeddings."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine cannot work any more."""
+
+    async def start(self, progress: Progress) -> EngineInfo: ...
+
+    async def encode(
+        self, key: str, data: bytes, modality: str, processor_args: dict[str, Any]
+    ) -> StagedEmbedding:
+        """Encode one item; calls that run at the same time share batches.
+
+        Raises:
+            epd_common.errors.BadRequestError: these bytes can never be encoded.
+            epd_common.errors.UpstreamError: the engine failed this time.
+        """
+
+    async def stop(self) -> None: ...
+
+
+class PdEngine(Protocol):
+    """Answers OpenAI requests whose media are embeddings pinned on this node."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine cannot work any more."""
+
+    async def start(self, progress: Progress) -> EngineInfo: ...
+
+    def answer(
+        self, request_id: str, route: str, body: dict[str, Any], embeddings: list[EmbeddingHeader]
+    ) -> AsyncGenerator[AnswerHead | bytes, None]:
+        """An :class:`AnswerHead`, then the body in pieces. Closing the generator aborts the request.
+
+        Args:
+            body: Every media part is ``{"type": "media_ref", "item": N}``.
+            embeddings: Header of the pinned embedding of item N.
+        """
+
+    async def stop(self) -> None: ...

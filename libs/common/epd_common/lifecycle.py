@@ -1,0 +1,86 @@
+"""How a service process starts, is told to stop, and ends.
+
+``run_service`` is the one place that touches signals, the event loop and the exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import uvloop
+
+from epd_common.errors import EpdError
+from epd_common.settings import CommonSettings, SettingsError, load_settings
+from epd_common.telemetry.logs import configure_logging
+
+S = TypeVar("S", bound=CommonSettings)
+logger = logging.getLogger(__name__)
+
+EXIT_SETTINGS = 2
+EXIT_FAILED = 1
+
+
+def run_service(
+    settings_type: type[S], serve: Callable[[S, asyncio.Event], Awaitable[None]]
+) -> int:
+    """Read the settings, run ``serve(settings, stop)`` until it returns, and give an exit code.
+
+    ``stop`` is set by SIGTERM or SIGINT; a second signal ends the process at once.
+    """
+    try:
+        settings = load_settings(settings_type)
+    except SettingsError as error:
+        print(f"Settings that cannot be used:\n{error}", file=sys.stderr)
+        return EXIT_SETTINGS
+    configure_logging(settings.log_level, settings.log_format)
+    try:
+        return uvloop.run(_supervise(settings, serve))
+    except* EpdError as group:
+        for leaf in _leaves(group):
+            logger.error("service stopped: %s", leaf)
+    except* Exception:
+        logger.exception("service stopped by an unexpected error")
+    return EXIT_FAILED
+
+
+async def _supervise(settings: S, serve: Callable[[S, asyncio.Event], Awaitable[None]]) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(name: str) -> None:
+        if stop.is_set():
+            logger.warning("second %s: ending at once", name)
+            os._exit(EXIT_FAILED)
+        logger.info("%s: stopping", name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number.name)
+    await serve(settings, stop)
+    return 0
+
+
+def _leaves(group: BaseExceptionGroup[EpdError]) -> list[EpdError]:
+    found: list[EpdError] = []
+    for error in group.exceptions:
+        found.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    return found
+
+
+async def wait_any(*events: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Wait until one of the events is set or the time is over."""
+    tasks = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,27 @@
+"""Which lane a job takes: by the work that stands before it in its own request.
+
+Pure policy. Queues with heavy-tailed requests stay fair when one request's twenty-fifth picture never
+stands before another request's first.
+"""
+
+from __future__ import annotations
+
+_BOUNDS = (2, 6, 14)
+"""Positions below these go to lanes 0, 1 and 2; the rest to lane 3."""
+
+BACKGROUND_LANE = "l3"
+"""For work that nobody waits for yet, such as the encode of an upload."""
+
+
+def _lane(ahead: int) -> str:
+    return f"l{sum(ahead >= bound for bound in _BOUNDS)}"
+
+
+def encode_lane(position: int) -> str:
+    """Lane of the encode job for the item at ``position`` (from 0) in its request."""
+    return _lane(position)
+
+
+def generate_lane(items: int) -> str:
+    """Lane of a generate job with so many distinct items."""
+    return _lane(max(0, items - 1))

@@ -1,0 +1,52 @@
+"""Reply frames: from the PD worker to the requester's inbox.
+
+A reply is ``head``, any number of ``data``, then ``end``; or ``error`` at any point, which ends it. ``seq``
+counts from 0 within an ``attempt``; a frame of an older attempt is dropped, a gap is an error.
+"""
+
+from __future__ import annotations
+
+from epd_common.protocol.base import Message
+
+
+class Reply(Message, frozen=True, kw_only=True):
+    """What all frames have."""
+
+    request_id: str
+    attempt: int
+    seq: int
+
+
+class ReplyHead(Reply, tag="head", frozen=True, kw_only=True):
+    """HTTP status and content type of the answer that follows."""
+
+    status: int
+    content_type: str = "application/json"
+    worker: str = ""
+    encoded: list[str] = []
+    reused: list[str] = []
+
+
+class ReplyData(Reply, tag="data", frozen=True, kw_only=True):
+    """Bytes of the answer's body, as the engine's OpenAI application wrote them."""
+
+    data: bytes
+
+
+class ReplyEnd(Reply, tag="end", frozen=True, kw_only=True):
+    """The answer is complete."""
+
+
+class ReplyError(Reply, tag="error", frozen=True, kw_only=True):
+    """The request failed. The fields are those of ``epd_common.errors.EpdError``."""
+
+    status: int
+    code: str
+    message: str
+    stage: str = ""
+    key: str = ""
+    param: str = ""
+    retry_after_s: float = 0.0
+
+
+ReplyFrame = ReplyHead | ReplyData | ReplyEnd | ReplyError

@@ -1,0 +1,77 @@
+"""Names on the bus: subjects, streams, consumers, and model names made safe for them."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+ENCODE_STREAM = "EPD_ENCODE"
+GENERATE_STREAM = "EPD_GENERATE"
+DLQ_STREAM = "EPD_DLQ"
+WORKERS_BUCKET = "epd_workers"
+
+LANES = ("l0", "l1", "l2", "l3")
+ANY_PLACE = "any"
+
+Stage = Literal["encode", "generate"]
+
+_SAFE = re.compile(rb"[A-Za-z0-9_-]")
+_ESCAPE = re.compile(r"=([0-9A-F]{2})")
+
+
+def model_token(name: str) -> str:
+    """A model's name as one subject token.
+
+    Letters, digits, ``_`` and ``-`` stay; every other byte of the UTF-8 name becomes ``=XX`` (upper-case
+    hex), which subjects, consumer names and KV keys all allow.
+    """
+    if not name:
+        raise ValueError("a model name must not be empty")
+    return "".join(
+        chr(byte) if _SAFE.match(bytes([byte])) else f"={byte:02X}" for byte in name.encode()
+    )
+
+
+def model_name(token: str) -> str:
+    """The inverse of :func:`model_token`."""
+    raw = _ESCAPE.sub(lambda m: chr(int(m[1], 16)), token)
+    return raw.encode("latin-1").decode()
+
+
+def encode_subject(model: str, lane: str) -> str:
+    return f"epd.v1.encode.{model_token(model)}.{lane}"
+
+
+def generate_subject(model: str, lane: str, place: str = ANY_PLACE) -> str:
+    return f"epd.v1.generate.{model_token(model)}.{lane}.{place}"
+
+
+def ready_subject(key: str) -> str:
+    return f"epd.v1.ready.{key}"
+
+
+def cancel_subject(request_id: str) -> str:
+    return f"epd.v1.cancel.{request_id}"
+
+
+def replay_subject(request_id: str) -> str:
+    return f"epd.v1.replay.{request_id}"
+
+
+def dlq_subject(stage: str) -> str:
+    return f"epd.v1.dlq.{stage}"
+
+
+def encode_consumer(model: str, lane: str) -> str:
+    """The durable consumer that all encoders of a model share on one lane."""
+    return f"encode-{model_token(model)}-{lane}"
+
+
+def generate_consumer(model: str, lane: str, place: str = ANY_PLACE) -> str:
+    """The durable consumer that PD workers of a model share on one lane and place."""
+    return f"generate-{model_token(model)}-{lane}-{place}"
+
+
+def worker_key(role: str, worker: str) -> str:
+    """Key of a worker's record in the registry bucket."""
+    return f"{role}.{worker}"

@@ -1,0 +1,139 @@
+"""Settings that every service shares, read from ``EPD_*`` environment variables.
+
+Each service has its own class on top of :class:`CommonSettings`, built once in ``main()`` and handed down.
+A bad value fails at start, naming the variable, the value and what is allowed. The table in
+``docs/configuration.md`` is generated from these classes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+PREFIX = "EPD_"
+
+S = TypeVar("S", bound="CommonSettings")
+
+
+class SettingsError(Exception):
+    """One or more environment variables hold values that cannot be used."""
+
+
+class CommonSettings(BaseSettings):
+    """What the gateway, encoders and PD workers have in common."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
+
+    nats_url: str = Field("nats://127.0.0.1:4222", description="NATS server, credentials inside.")
+    redis_url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        description="Valkey or Redis, credentials inside; `unix://` for a socket.",
+    )
+    node: str = Field(
+        default_factory=socket.gethostname,
+        description="Name of this node; workers that share it share an arena. Default: host name.",
+    )
+    worker_id: str = Field(
+        default_factory=lambda: uuid.uuid4().hex[:12],
+        pattern=r"^[A-Za-z0-9_-]{1,64}$",
+        description="Name of this process in the registry. Default: random.",
+    )
+    log_level: str = Field(
+        "info", pattern=r"^(debug|info|warning|error)$", description="Log level."
+    )
+    log_format: str = Field("json", pattern=r"^(json|text)$", description="Form of log lines.")
+    heartbeat_s: float = Field(
+        2.0, gt=0, le=60, description="Seconds between heartbeats; three missed ones mean dead."
+    )
+    drain_s: float = Field(
+        30.0, ge=0, description="Seconds that running work gets to finish after SIGTERM."
+    )
+    media_ttl_s: int = Field(
+        900,
+        ge=10,
+        description="Seconds that media bytes stay in the media store after their last use.",
+    )
+    embedding_ttl_s: int = Field(
+        900, ge=10, description="Seconds that an embedding stays in Redis after its last use."
+    )
+    encode_lease_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds after which an encode that nobody finished may be started again.",
+    )
+    queue_max_jobs: int = Field(
+        10_000, ge=1, description="Jobs a queue holds before it answers 429."
+    )
+
+
+class WorkerSettings(CommonSettings):
+    """What encoders and PD workers have in common."""
+
+    model: str = Field(description="Path or hub id of the model.")
+    served_model: str = Field(
+        "", description="Name the model is served under. Default: `EPD_MODEL`."
+    )
+    revision: str = Field("", description="Revision of the model, part of the fingerprint.")
+    dtype: str = Field("auto", description="Dtype of the engine, as vLLM's `--dtype`.")
+    arena_dir: Path = Field(
+        Path("/dev/shm/epdflow"), description="Folder of the node's arena, on tmpfs."
+    )
+    arena_bytes: int = Field(
+        2 << 30, ge=1 << 20, description="Bytes the arena may hold before it evicts."
+    )
+    stores: Annotated[tuple[str, ...], NoDecode] = Field(
+        ("arena", "redis"),
+        description="Stores an encoder writes to and a PD worker reads from, nearest first: "
+        "`arena` (same node), `redis` (any node).",
+    )
+    engine_args: str = Field(
+        "", description="More arguments for the vLLM engine, as on vLLM's command line."
+    )
+
+    @field_validator("stores", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("stores")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        allowed = ("arena", "redis")
+        if not value or any(name not in allowed for name in value):
+            raise ValueError(f"must be a comma-separated list of {', '.join(allowed)}")
+        return value
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.served_model or self.model
+
+
+def load_settings(cls: type[S]) -> S:
+    """Build the settings from the environment.
+
+    Raises:
+        SettingsError: naming each variable, its value and what is allowed.
+    """
+    try:
+        return cls()
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            variable = PREFIX + "_".join(str(part) for part in problem["loc"]).upper()
+            if problem["type"] == "missing":
+                lines.append(
+                    f"{variable} is not set: {cls.model_fields[str(problem['loc'][0])].description}"
+                )
+            else:
+                value = os.environ.get(variable, "")
+                lines.append(f"{variable}={value!r}: {problem['msg']}")
+        raise SettingsError("\n".join(lines)) from error

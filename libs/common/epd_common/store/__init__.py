@@ -1,0 +1,28 @@
+"""Where bytes are kept: embeddings (arena, Redis), media, and the state of every key.
+
+``Embedding`` is one embedding with its header; an ``EmbeddingStore`` keeps them. The arena is also the
+only place from which an engine reads, by pins.
+"""
+
+from epd_common.store.arena import Arena
+from epd_common.store.base import EmbeddingStore, StoreFullError
+from epd_common.store.embedding import Embedding, EmbeddingHeader, IntegrityError
+from epd_common.store.media import MediaStore, StoredFile
+from epd_common.store.redis_client import open_redis
+from epd_common.store.redis_store import RedisEmbeddingStore
+from epd_common.store.states import Claim, KeyStates
+
+__all__ = [
+    "Arena",
+    "Claim",
+    "Embedding",
+    "EmbeddingHeader",
+    "EmbeddingStore",
+    "IntegrityError",
+    "KeyStates",
+    "MediaStore",
+    "RedisEmbeddingStore",
+    "StoreFullError",
+    "StoredFile",
+    "open_redis",
+]

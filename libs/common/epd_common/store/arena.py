@@ -1,0 +1,258 @@
+"""The arena: a node's embeddings as files on tmpfs.
+
+* Publish: write a temporary file, then rename it, so a reader sees all of it or nothing.
+* Pin: a hard link in the consumer's own folder. An eviction removes the arena's name for the file, never
+  the memory under a reader; a dead consumer's pins are swept when it, or its successor, starts.
+* Read: ``mmap``. That a pinned file exists is the readiness that the engine's processes see.
+
+Layout below the root::
+
+    data/<key>             published embeddings
+    staging/<worker>/...   being written by an encoder's engine
+    pins/<worker>/<key>    pinned by a PD worker
+    owners/<worker>        locked while that worker lives, so that others can tell
+
+All file operations here take microseconds on tmpfs, apart from copying payloads and checksums, which run
+in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from epd_common.errors import EpdError
+from epd_common.protocol.keys import is_key
+from epd_common.store.base import StoreFullError
+from epd_common.store.embedding import (
+    HEADER_BYTES,
+    Embedding,
+    EmbeddingHeader,
+    IntegrityError,
+    pack_header,
+    unpack_header,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ArenaInUseError(EpdError):
+    """Two processes with one worker id on one node."""
+
+
+class Arena:
+    """A node's arena; every process of the node opens its own.
+
+    Args:
+        root: A folder on tmpfs.
+        quota_bytes: Published embeddings above this are evicted, least recently used first. Pinned
+            ones stay: their memory is in use anyway.
+        worker: Names this process's folders for staging and pins.
+    """
+
+    name = "arena"
+
+    def __init__(self, root: Path, *, quota_bytes: int, worker: str) -> None:
+        self._root = root
+        self._data = root / "data"
+        self._owners = root / "owners"
+        self._ownership: int | None = None
+        self._lock_path = root / "lock"
+        self._quota_bytes = quota_bytes
+        self._counter = 0
+        self._worker = worker
+        self.staging = root / "staging" / worker
+        self.pins = root / "pins" / worker
+
+    def open(self) -> None:
+        """Create the folders, and drop what dead workers of this node left."""
+        for folder in (self._data, self._owners):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._lock_path.touch()
+        for owner in self._owners.iterdir():
+            if (descriptor := _try_lock(owner)) is not None:
+                self._drop(owner.name)
+                owner.unlink(missing_ok=True)
+                os.close(descriptor)
+        self._ownership = _try_lock(self._owners / self._worker)
+        if self._ownership is None:
+            raise ArenaInUseError(
+                f"another process uses the arena at {self._root} as worker {self._worker!r}; "
+                "give each worker an EPD_WORKER_ID of its own"
+            )
+        for folder in (self.staging, self.pins):
+            folder.mkdir(parents=True)
+
+    def close(self) -> None:
+        """Drop this process's pins and unfinished files."""
+        if self._ownership is not None:
+            self._drop(self._worker)
+            (self._owners / self._worker).unlink(missing_ok=True)
+            os.close(self._ownership)
+            self._ownership = None
+
+    def _drop(self, worker: str) -> None:
+        for folder in ("staging", "pins"):
+            shutil.rmtree(self._root / folder / worker, ignore_errors=True)
+
+    # -- EmbeddingStore ------------------------------------------------------------------------
+
+    async def put(self, embedding: Embedding) -> None:
+        if not self._path(embedding.header.key).exists():
+            await asyncio.to_thread(self._write, embedding)
+
+    async def get(self, key: str) -> Embedding | None:
+        return await asyncio.to_thread(self._read_verified, key)
+
+    async def contains(self, key: str) -> bool:
+        try:
+            os.utime(self._path(key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    async def delete(self, key: str) -> None:
+        self._path(key).unlink(missing_ok=True)
+
+    async def used_bytes(self) -> int:
+        return sum(entry.stat().st_size for entry in self._entries())
+
+    # -- files ---------------------------------------------------------------------------------
+
+    def adopt(self, staged: Path, header: EmbeddingHeader) -> None:
+        """Publish a staged file in place, with ``header`` as its header: no copy of the payload."""
+        with open(staged, "r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != header.file_bytes:
+                raise IntegrityError(
+                    f"staged embedding {header.key} has {os.fstat(file.fileno()).st_size} bytes, "
+                    f"its header says {header.file_bytes}"
+                )
+            file.write(pack_header(header))
+        self._publish(staged, header)
+
+    def pin(self, key: str) -> Path | None:
+        """Link a published embedding into this worker's pins; None if it is not there."""
+        pinned = self.pins / key
+        try:
+            os.link(self._path(key), pinned)
+        except FileExistsError:
+            return pinned
+        except FileNotFoundError:
+            return None
+        os.utime(pinned)  # one inode: the arena's name counts as used, too
+        return pinned
+
+    def unpin(self, key: str) -> None:
+        (self.pins / key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        if not is_key(key):  # a key becomes a file name
+            raise ValueError(f"not an embedding key: {key!r}")
+        return self._data / key
+
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
+        with os.scandir(self._data) as entries:
+            yield from entries
+
+    def _write(self, embedding: Embedding) -> None:
+        self._counter += 1
+        temporary = self.staging / f"put-{self._counter}-{embedding.header.key}"
+        try:
+            with open(temporary, "wb", buffering=0) as file:
+                file.write(pack_header(embedding.header))
+                view = embedding.payload
+                while view.nbytes:
+                    view = view[file.write(view) :]
+            self._publish(temporary, embedding.header)
+        except OSError as error:
+            raise StoreFullError(
+                f"the arena at {self._data} cannot take {embedding.header.file_bytes} bytes: {error}; "
+                "give its tmpfs more room or lower EPD_ARENA_BYTES",
+                key=embedding.header.key,
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _publish(self, file: Path, header: EmbeddingHeader) -> None:
+        target = self._path(header.key)
+        with self._locked():
+            self._make_room(header.file_bytes)
+            os.rename(file, target)
+
+    def _make_room(self, needed_bytes: int) -> None:
+        """Evict unpinned embeddings, least recently used first, until ``needed_bytes`` fit."""
+        found = []
+        used = 0
+        for entry in self._entries():
+            stat = entry.stat()
+            used += stat.st_size
+            if stat.st_nlink == 1:
+                found.append((stat.st_mtime_ns, stat.st_size, entry.path))
+        for _, size, path in sorted(found):
+            if used + needed_bytes <= self._quota_bytes:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            used -= size
+        if used + needed_bytes > self._quota_bytes:
+            raise StoreFullError(
+                f"the arena holds {used} pinned bytes of {self._quota_bytes}; "
+                f"{needed_bytes} more do not fit; raise EPD_ARENA_BYTES",
+                retry_after_s=1.0,
+            )
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One publisher of a node at a time, so that two do not both use the same room."""
+        with open(self._lock_path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _read_verified(self, key: str) -> Embedding | None:
+        try:
+            embedding = map_embedding(self._path(key))
+            if embedding is not None:
+                embedding.verify()
+        except IntegrityError as error:
+            logger.warning("dropping a damaged embedding: %s", error, extra={"key": key})
+            self._path(key).unlink(missing_ok=True)
+            return None
+        return embedding
+
+
+def _try_lock(path: Path) -> int | None:
+    """Lock a file for as long as the returned descriptor is open; None if another process has it."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def map_embedding(path: Path) -> Embedding | None:
+    """Map a file without reading it; None if it is not there.
+
+    Raises:
+        IntegrityError: the file's header is not one.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        if os.fstat(descriptor).st_size < HEADER_BYTES:
+            raise IntegrityError(f"{path.name} is shorter than an embedding's header")
+        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)
+    view = memoryview(mapped)
+    return Embedding(unpack_header(view), view[HEADER_BYTES:])

@@ -1,0 +1,71 @@
+"""The connection to Valkey or Redis, and one way to say that it is away."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from urllib.parse import urlsplit
+
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio import Redis
+
+from epd_common.errors import UnavailableError
+from epd_common.store.base import StoreFullError
+
+SOCKET_TIMEOUT_S = 5.0
+
+
+@contextlib.asynccontextmanager
+async def open_redis(url: str) -> AsyncIterator[Redis]:
+    """Open and check the connection.
+
+    Raises:
+        UnavailableError: nothing answers there, or it refuses the password.
+    """
+    client: Redis = redis.asyncio.from_url(
+        url,
+        decode_responses=False,  # values are blobs
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=SOCKET_TIMEOUT_S,
+        health_check_interval=15,
+    )
+    try:
+        with redis_errors():
+            await client.ping()
+        yield client
+    finally:
+        await client.aclose()
+
+
+@contextlib.contextmanager
+def redis_errors() -> Iterator[None]:
+    """Turn redis-py's errors into ours."""
+    try:
+        yield
+    except redis.exceptions.OutOfMemoryError as error:
+        raise StoreFullError(
+            "Redis has no memory left (maxmemory with noeviction); raise maxmemory or shorten "
+            "EPD_EMBEDDING_TTL_S and EPD_MEDIA_TTL_S",
+            retry_after_s=1.0,
+        ) from error
+    except (redis.exceptions.RedisError, OSError) as error:
+        raise UnavailableError(
+            f"Redis does not answer ({type(error).__name__}: {error}); is it running, and is "
+            "EPD_REDIS_URL right?",
+            code="redis_unavailable",
+            retry_after_s=1.0,
+        ) from error
+
+
+def as_bytes(value: object) -> bytes:
+    """A value of Redis as the bytes that it is: the client never decodes, its types cannot say so."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"expected bytes from Redis, got {type(value).__name__}")
+    return value
+
+
+def address(url: str) -> str:
+    """Where a Redis URL points, without credentials."""
+    parts = urlsplit(url)
+    return parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"

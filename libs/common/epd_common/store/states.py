@@ -1,0 +1,142 @@
+"""The state of every key: missing, pending, ready or failed; and who may start an encode.
+
+Single-flight across the cluster (invariant I4) is one atomic step in Redis: whoever claims a key that
+nobody encodes gets a new *epoch* and publishes the encode job; everybody else is told the epoch under way.
+An epoch that is over changes nothing any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from redis.asyncio import Redis
+
+from epd_common.protocol.codec import decode, encode
+from epd_common.protocol.events import EmbeddingEvent
+from epd_common.store.redis_client import redis_errors
+
+ClaimState = Literal["claimed", "pending", "ready", "failed"]
+_PREFIX = "epd:v1:state:"
+
+# KEYS: state names. ARGV: lease in ms, then per key the epoch that its caller found to be of no use
+# (0: none). An epoch is the server's time in ms, pushed on where two fall into one.
+_CLAIM = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local answers = {}
+for i, name in ipairs(KEYS) do
+  local found = redis.call('HMGET', name, 'state', 'epoch', 'event', 'until')
+  local state, epoch = found[1], tonumber(found[2] or '0')
+  local useless = tonumber(ARGV[i + 1])
+  local free = not state or epoch == useless
+    or (state == 'pending' and tonumber(found[4]) <= now)
+  if free then
+    epoch = math.max(now, epoch + 1)
+    redis.call('DEL', name)
+    redis.call('HSET', name, 'state', 'pending', 'epoch', epoch, 'until', now + tonumber(ARGV[1]))
+    redis.call('PEXPIRE', name, 10 * tonumber(ARGV[1]))
+    answers[i] = {'claimed', epoch, ''}
+  else
+    answers[i] = {state, epoch, found[3] or ''}
+  end
+end
+return answers
+"""
+
+# KEYS: one state name. ARGV: epoch, state, event, ttl in ms.
+_FINISH = """
+local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
+if epoch > tonumber(ARGV[1]) then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], 'state', ARGV[2], 'epoch', ARGV[1], 'event', ARGV[3])
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+return 1
+"""
+
+# KEYS: one state name. ARGV: epoch.
+_ABANDON = """
+if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return 0 end
+return redis.call('DEL', KEYS[1])
+"""
+
+FAILED_TTL_S = 2.0
+"""A failure is remembered so long that those who wait now all hear of it, and no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a claim found. ``claimed`` means: publish the encode job, with this epoch."""
+
+    state: ClaimState
+    epoch: int
+    event: EmbeddingEvent | None = None
+
+
+class KeyStates:
+    """Key states in Redis.
+
+    Args:
+        lease_s: A pending encode that is not finished by then may be claimed again.
+        ready_ttl_s: How long a ready state is remembered; a wrong memory costs one more look.
+    """
+
+    def __init__(self, redis: Redis, *, lease_s: float, ready_ttl_s: float) -> None:
+        self._redis = redis
+        self._lease_ms = int(lease_s * 1000)
+        self._ready_ms = int(ready_ttl_s * 1000)
+        self._claim = redis.register_script(_CLAIM)
+        self._finish = redis.register_script(_FINISH)
+        self._abandon = redis.register_script(_ABANDON)
+
+    async def claim(
+        self, keys: Sequence[str], *, useless: Mapping[str, int] | None = None
+    ) -> list[Claim]:
+        """Look all keys up in one round trip and claim those that nobody has or makes.
+
+        Args:
+            useless: Epochs, by key, whose result the caller could not use (evicted, damaged, lost): they
+                count as missing. Only the first caller to say so claims; the others join.
+        """
+        if not keys:
+            return []
+        args = [self._lease_ms, *((useless or {}).get(key, 0) for key in keys)]
+        with redis_errors():
+            answers = await self._claim(keys=[_PREFIX + key for key in keys], args=args)
+        return [
+            Claim(
+                state.decode(),
+                int(epoch),
+                decode(event, EmbeddingEvent) if event else None,
+            )
+            for state, epoch, event in answers
+        ]
+
+    async def read(self, keys: Sequence[str]) -> list[Claim | None]:
+        """The states as they are; None for a key that nobody knows."""
+        with redis_errors():
+            pipe = self._redis.pipeline(transaction=False)
+            for key in keys:
+                pipe.hmget(_PREFIX + key, "state", "epoch", "event")
+            rows = await pipe.execute()
+        return [
+            Claim(row[0].decode(), int(row[1]), decode(row[2], EmbeddingEvent) if row[2] else None)
+            if row[0]
+            else None
+            for row in rows
+        ]
+
+    async def finish(self, event: EmbeddingEvent) -> bool:
+        """Record a ready or failed event. False if a newer epoch is under way: then it changes nothing."""
+        ttl_ms = self._ready_ms if event.state == "ready" else int(FAILED_TTL_S * 1000)
+        with redis_errors():
+            done = await self._finish(
+                keys=[_PREFIX + event.key], args=[event.epoch, event.state, encode(event), ttl_ms]
+            )
+        return bool(done)
+
+    async def abandon(self, key: str, epoch: int) -> None:
+        """Give a claim back, when its encode job could not be published."""
+        with redis_errors():
+            await self._abandon(keys=[_PREFIX + key], args=[epoch])

@@ -1,0 +1,100 @@
+"""Embeddings between torch and the arena's files."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epd_common.store.embedding import (
+    HEADER_BYTES,
+    EmbeddingHeader,
+    IntegrityError,
+    pack_header,
+    payload_checksum,
+    unpack_header,
+)
+
+
+def write_staged(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    """Write a 2-D tensor with a header that is not sealed yet, visible by rename once it is whole."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    header = EmbeddingHeader(
+        key=name,
+        rows=tensor.shape[0],
+        width=tensor.shape[1],
+        dtype=str(tensor.dtype).removeprefix("torch."),
+    )
+    temporary = folder / f".{name}"
+    with open(temporary, "wb", buffering=0) as file:
+        file.write(pack_header(header))
+        view = memoryview(tensor.view(torch.uint8).numpy().reshape(-1))
+        while view.nbytes:
+            view = view[file.write(view) :]
+    os.rename(temporary, folder / name)
+
+
+def map_tensor(path: Path) -> torch.Tensor:
+    """Map an embedding as a tensor without copying it; the mapping lives as long as the tensor.
+
+    Raises:
+        IntegrityError: the file is not the embedding that its header says.
+        FileNotFoundError: it is not there.
+    """
+    header, mapped = _map(path)
+    dtype = getattr(torch, header.dtype)
+    values = torch.frombuffer(mapped, dtype=dtype, offset=HEADER_BYTES)
+    return values.reshape(header.rows, header.width)
+
+
+def read_header(path: Path) -> EmbeddingHeader:
+    """The header of a file whose size agrees with it; two system calls, no payload is read.
+
+    Raises:
+        IntegrityError: size and header disagree.
+        FileNotFoundError: it is not there.
+    """
+    with open(path, "rb", buffering=0) as file:
+        header = unpack_header(file.read(HEADER_BYTES))
+        size = os.fstat(file.fileno()).st_size
+    if size != header.file_bytes:
+        raise IntegrityError(f"{path.name} has {size} bytes, its header says {header.file_bytes}")
+    return header
+
+
+def seal(path: Path, *, key: str, fingerprint: str, metadata: dict[str, Any]) -> EmbeddingHeader:
+    """Verify a staged embedding and return the complete header for it.
+
+    Raises:
+        IntegrityError: a value is not finite, or the file is not what its header says.
+    """
+    tensor = map_tensor(path)
+    if not bool(torch.isfinite(tensor).all()):
+        raise IntegrityError(
+            f"the encoder gave values that are not finite for {key}", code="not_finite", key=key
+        )
+    header, mapped = _map(path)
+    with memoryview(mapped) as view:
+        checksum = payload_checksum(view[HEADER_BYTES:])
+    return EmbeddingHeader(
+        key=key,
+        rows=header.rows,
+        width=header.width,
+        dtype=header.dtype,
+        fingerprint=fingerprint,
+        metadata=metadata,
+        checksum=checksum,
+    )
+
+
+def _map(path: Path) -> tuple[EmbeddingHeader, mmap.mmap]:
+    header = read_header(path)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # Copy-on-write, as torch wants a buffer that it could write to.
+        return header, mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""Starting ``AsyncLLM`` for a role, with the arguments that the role and the platform ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from epd_common.engines import Progress
+from epd_common.errors import EpdError
+from epd_vllm import compat
+from epd_vllm.openai_app import parse_arguments
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+# Enough for small models; a GPU's engine measures its memory itself.
+_CPU_DEFAULTS = {
+    "--dtype": "float32",
+    "--max-model-len": "4096",
+    "--kv-cache-memory-bytes": str(256 << 20),
+    "--enforce-eager": None,
+}
+
+
+class EngineStartError(EpdError):
+    """The engine did not come up."""
+
+    default_code = "engine_start_failed"
+
+
+def engine_arguments(*, role: dict[str, str | None], extra: str) -> list[str]:
+    """The command line of an engine: the platform's defaults, the role's needs, then the operator's.
+
+    Args:
+        role: Options of the role; None stands for a flag without a value.
+        extra: More arguments, as typed in a shell; they win over the platform's defaults.
+    """
+    words = shlex.split(extra)
+    given = {word.split("=")[0] for word in words if word.startswith("--")}
+    _, is_cpu = compat.vllm_version()
+    options: dict[str, str | None] = dict(_CPU_DEFAULTS) if is_cpu else {}
+    options |= role
+    arguments = []
+    for name, value in options.items():
+        if name not in given:
+            arguments += [name] if value is None else [name, value]
+    return arguments + words
+
+
+async def launch(arguments: list[str], progress: Progress) -> tuple[AsyncLLM, Namespace]:
+    """Load an engine.
+
+    Raises:
+        EngineStartError: with vLLM's own reason.
+    """
+    progress("importing vLLM")
+    compat.prepare_environment()
+
+    def load() -> tuple[Any, Namespace]:
+        compat.install()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        parsed = parse_arguments(arguments)
+        progress("loading the model")
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs.from_cli_args(parsed), usage_context=UsageContext.OPENAI_API_SERVER
+        )
+        return engine, parsed
+
+    try:
+        # In a thread: it takes a minute, and heartbeats must go on.
+        return await asyncio.to_thread(load)
+    except (Exception, SystemExit) as error:
+        raise EngineStartError(
+            f"vLLM did not start ({type(error).__name__}: {error}); its own log above says more. "
+            f"Arguments: {shlex.join(arguments)}"
+        ) from error

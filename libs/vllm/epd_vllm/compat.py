@@ -1,14 +1,15 @@
-"""Which vLLM this works with, and what its CPU build needs to run.
-
-``install`` is also registered as a vLLM plug-in, so it runs in each of vLLM's processes.
-"""
+"""Which vLLM this works with, and what its CPU build needs to run."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import os
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from epd_common.errors import EpdError
@@ -26,7 +27,8 @@ COMMON_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 
-_kept: list[Any] = []  # torch forgets operator schemas once their library object is collected
+CHILD_SITE = str(Path(__file__).parent / "child_site")
+"""Goes on the path of vLLM's child processes, which then run its ``sitecustomize`` first."""
 
 
 class EngineVersionError(EpdError):
@@ -60,29 +62,57 @@ def vllm_version() -> tuple[str, bool]:
 
 
 def prepare_environment() -> None:
-    """Set what vLLM reads from the environment, before it is imported; what the user set stays."""
+    """Make this process and those it starts fit for vLLM; call it before vLLM is imported.
+
+    What the user set in the environment stays.
+    """
     _, is_cpu = vllm_version()
     for name, value in (COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if is_cpu else {})).items():
         os.environ.setdefault(name, value)
+    if is_cpu:
+        mend_torchvision()
+        # vLLM's children import torchvision before any plug-in of theirs is loaded.
+        inherited = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (CHILD_SITE, inherited)))
 
 
-def install() -> None:
-    """Make ``import torchvision`` succeed beside a CPU build of torch.
+def mend_torchvision() -> None:
+    """Have ``import torchvision`` succeed beside a CPU build of torch, whenever it comes."""
+    if "torchvision" not in sys.modules:
+        sys.meta_path.insert(0, _TorchvisionMender())
 
-    The package index's torchvision is a CUDA build. Its compiled operators cannot load there, and then
-    its import fails for want of two schemas that nothing here calls; vLLM's Qwen2-VL needs the import.
+
+class _TorchvisionMender(MetaPathFinder):
+    """Is asked when torchvision is first imported, mends, and leaves the finding to others.
+
+    The package index's torchvision is a CUDA build. Beside a CPU torch its compiled operators cannot
+    load, and then its import fails for want of two schemas that nothing here calls; transformers and
+    vLLM's Qwen2-VL need the import.
     """
-    import torch
 
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::" not in str(error):
-            raise
-        for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _kept.append(library)
-        importlib.import_module("torchvision")
+    kept: Any = None  # torch forgets the schemas once their library object is collected
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            self._define_missing_operators()
+        return None
+
+    def _define_missing_operators(self) -> None:
+        import torch
+
+        spec = PathFinder.find_spec("torchvision")
+        folders = (spec.submodule_search_locations if spec else None) or ()
+        try:
+            for folder in folders:
+                for binary in Path(folder).glob("_C*.so"):
+                    torch.ops.load_library(str(binary))
+        except (ImportError, OSError):
+            library = torch.library.Library("torchvision", "FRAGMENT")
+            for operator in ("nms", "qnms"):
+                library.define(
+                    f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
+            _TorchvisionMender.kept = library

@@ -4,8 +4,9 @@ A producer's worker writes each embedding into its service's staging folder; the
 publishes it. A consumer's scheduler finds an embedding by its pin, a file that the service put there before
 it handed the request over, and its worker maps that file. Nothing here does network I/O or waits.
 
-Configured by ``ec_connector_extra_config``: ``staging`` (producer) or ``pins`` and ``fingerprint``
-(consumer).
+Configured by ``ec_connector_extra_config``: ``staging`` (producer) or ``pins`` (consumer), folders both. A
+request names the keys to be found there in ``ec_transfer_params``, each with the fingerprint that its
+embedding must have.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ class EpdConnector(ECConnectorBase):
         config = vllm_config.ec_transfer_config
         self._staging = Path(config.get_from_extra_config("staging", ""))
         self._pins = Path(config.get_from_extra_config("pins", ""))
-        self._fingerprint: str = config.get_from_extra_config("fingerprint", "")
         self._loads: set[str] = set()
         self._found: dict[str, bool] = {}
         self._unavailable: set[str] = set()
@@ -82,13 +82,14 @@ class EpdConnector(ECConnectorBase):
                 continue
             if position.offset + position.length <= num_computed_tokens:
                 continue
-            if reason := self._fault(feature.identifier, position.get_num_embeds()):
+            wanted = managed[feature.identifier]["fingerprint"]
+            if reason := self._fault(feature.identifier, position.get_num_embeds(), wanted):
                 logger.error("request %s: %s", request.request_id, reason)
                 self._unavailable.add(request.request_id)
                 return False
         return True
 
-    def _fault(self, identifier: str, placeholders: int) -> str | None:
+    def _fault(self, identifier: str, placeholders: int, fingerprint: str) -> str | None:
         try:
             header = read_header(self._pins / identifier)
         except FileNotFoundError:
@@ -97,7 +98,7 @@ class EpdConnector(ECConnectorBase):
             return error.message
         if header.rows != placeholders:
             return f"embedding {identifier} has {header.rows} rows for {placeholders} placeholders"
-        if header.fingerprint != self._fingerprint:
+        if header.fingerprint != fingerprint:
             return f"embedding {identifier} was made by another model: {header.fingerprint}"
         return None
 

@@ -59,7 +59,6 @@ async def launch(arguments: list[str], progress: Progress) -> tuple[AsyncLLM, Na
     compat.prepare_environment()
 
     def load() -> tuple[Any, Namespace]:
-        compat.install()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM

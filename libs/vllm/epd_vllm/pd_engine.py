@@ -120,4 +120,6 @@ def put_embeddings(body: dict[str, Any], embeddings: list[EmbeddingHeader]) -> N
                     "image_embeds": header.metadata,
                     "uuid": header.key,
                 }
-    body["ec_transfer_params"] = {header.key: {} for header in embeddings}
+    body["ec_transfer_params"] = {
+        header.key: {"fingerprint": header.fingerprint} for header in embeddings
+    }

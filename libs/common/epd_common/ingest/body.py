@@ -1,8 +1,177 @@
-"""Finds the media parts of an OpenAI body and puts references in their place.
+"""Walks an OpenAI body: finds its media parts and puts references in their place.
 
-Every list of content parts that vLLM would read is walked, and only known part types pass: a part type,
-or a key inside a part, that this module does not know could make the engine fetch something itself, or
-put a picture's placeholder where no picture is.
+Every list of content parts that vLLM would read is walked, in whatever message it stands. Fields that vLLM
+checks itself (temperature, tools, ...) are left to vLLM.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from epd_common.errors import TooLargeError
+from epd_common.ingest.parts import Source, invalid, read_part
+from epd_common.protocol.jobs import Modality
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+
+_INTERNAL_FIELDS = ("ec_transfer_params", "kv_transfer_params", "vllm_xargs")
+_MAX_DEPTH = 100
+"""Levels of lists and objects. JSON writers further on use recursion, and JSON schemas need some thirty."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """A media part that was found.
+
+    ``reference`` is the very object that stands in the new body in place of the part; whoever loads
+    the part sets its ``item``.
+    """
+
+    place: str
+    modality: Modality
+    source: Source
+    reference: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Extracted:
+    """A copy of the body without media, and the media parts in the order of the request."""
+
+    body: dict[str, Any]
+    processor_args: dict[str, Any]
+    parts: list[MediaPart] = field(default_factory=list)
+
+
+def extract(route: str, body: dict[str, Any], *, max_items: int) -> Extracted:
+    """Take the media parts, and ``mm_processor_kwargs``, out of a body. ``body`` itself stays as it is.
+
+    Raises:
+        BadRequestError: A wrong JSON type on the way, a field that the stages use among themselves, or
+            a part that cannot be served; ``param`` names it.
+        TooLargeError: ``too_many_items``.
+    """
+    if not isinstance(body, dict):
+        raise invalid("body", "the request body must be a JSON object")
+    _check_depth(body)
+    _check_fields(body)
+    body = dict(body)
+    found = Extracted(body, _take_processor_args(body))
+    if route == CHAT:
+        messages = _list_of_objects(body.get("messages"), "messages")
+        body["messages"] = [
+            _walk(message, ("content",), f"messages[{n}]", found)
+            for n, message in enumerate(messages)
+        ]
+    elif route == RESPONSES:
+        if not isinstance(body.get("input"), str):
+            items = _list_of_objects(body.get("input"), "input")
+            body["input"] = [
+                _walk(item, ("content", "output"), f"input[{n}]", found)
+                for n, item in enumerate(items)
+            ]
+    elif route == COMPLETIONS:
+        if not isinstance(body.get("prompt"), str | list):
+            raise invalid("prompt", "prompt must be a string or a list")
+    else:
+        raise invalid("route", f"the route {route!r} is not one that carries requests to a model")
+    if len(found.parts) > max_items:
+        raise TooLargeError(
+            f"the request has {len(found.parts)} media parts; at most {max_items} are allowed",
+            code="too_many_items",
+            param=found.parts[max_items].place,
+            stage="ingest",
+        )
+    return found
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    level: list[Any] = [body]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return
+    raise invalid("body", f"the body is nested deeper than {_MAX_DEPTH} levels")
+
+
+def _check_fields(body: dict[str, Any]) -> None:
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name in _INTERNAL_FIELDS or name.endswith("_embeds"):
+            raise invalid(
+                name,
+                f"{name} is a field that the stages use among themselves; leave it out",
+                "reserved_field",
+            )
+    if body.get("media_io_kwargs"):
+        # Encoders decode once for all requests; ignoring it would show the model another picture.
+        raise invalid(
+            "media_io_kwargs",
+            "media_io_kwargs cannot be set per request here; leave it out",
+            "unsupported_parameter",
+        )
+
+
+def _take_processor_args(body: dict[str, Any]) -> dict[str, Any]:
+    name = "mm_processor_kwargs"
+    args = body.pop(name, None)
+    if args is None:
+        return {}
+    if not isinstance(args, dict):
+        raise invalid(name, f"{name} must be a JSON object")
+    try:
+        # They travel in jobs, and MessagePack has no integers above 64 bits.
+        msgspec.msgpack.encode(args)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise invalid(name, f"{name} holds a value that cannot be sent: {error}") from error
+    return args
+
+
+def _list_of_objects(value: object, place: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise invalid(place, f"{place} must be a list that is not empty")
+    for n, entry in enumerate(value):
+        if not isinstance(entry, dict):
+            raise invalid(f"{place}[{n}]", f"{place}[{n}] must be an object")
+    return value
+
+
+def _walk(
+    message: dict[str, Any], fields: tuple[str, ...], place: str, found: Extracted
+) -> dict[str, Any]:
+    """A copy of the message whose lists of content parts hold references for media."""
+    message = dict(message)
+    for name in fields:
+        content = message.get(name)
+        if isinstance(content, list):
+            message[name] = [
+                _walk_part(part, f"{place}.{name}[{n}]", found) for n, part in enumerate(content)
+            ]
+        elif not isinstance(content, str | None):
+            where = f"{place}.{name}"
+            raise invalid(where, f"{where} must be a string or a list of content parts")
+    return message
+
+
+def _walk_part(part: object, place: str, found: Extracted) -> object:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise invalid(place, f"{place} must be an object with a type")
+    media = read_part(part, place)
+    if media is None:
+        # A uuid would make vLLM look for media in a part of any type.
+        return {name: value for name, value in part.items() if name != "uuid"}
+    reference: dict[str, Any] = {"type": "media_ref", "item": -1}
+    found.parts.append(MediaPart(place, *media, reference))
+    return reference

@@ -28,6 +28,8 @@ from PIL.WebPImagePlugin import WebPImageFile
 from epd_common.errors import BadRequestError, BusyError, TooLargeError, UnsupportedMediaError
 from epd_common.ingest.limits import IngestLimits, media_too_large
 
+_PNG_END = b"IEND\xaeB\x60\x82"
+
 _SIDEWAYS = range(5, 9)
 """The EXIF orientations that swap width and height."""
 
@@ -186,23 +188,17 @@ def _inspect(data: bytes, entry: _Format, max_pixels: int, place: str) -> Pictur
 def _decode(image: ImageFile.ImageFile, data: bytes, content_type: str) -> Picture:
     if content_type == "image/png":
         # Loading skips the checksums of the pixel chunks and accepts a missing end.
+        if _PNG_END not in data:
+            raise ValueError("its end is missing")
         with PngImageFile(BytesIO(data), "") as twin:
             twin.verify()
     image.load()
     if not image.width or not image.height:
         raise ValueError("no pixels")
-    _convert(image.crop((0, 0, 1, 1)))
     width, height = image.size
     if _orientation(image) in _SIDEWAYS:
         width, height = height, width
     return Picture(content_type, width, height)
-
-
-def _convert(image: Image.Image) -> None:
-    """What vLLM does with a picture's mode; there are modes (LAB) that it cannot turn into RGB."""
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-    image.convert("RGB")
 
 
 def _orientation(image: Image.Image) -> int:

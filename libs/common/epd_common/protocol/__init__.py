@@ -5,7 +5,7 @@ One module a link: ``jobs`` (client or gateway to workers), ``events`` (encoder 
 ``codec`` turns them into MessagePack and back, ``subjects`` and ``keys`` name things.
 """
 
-from epd_common.protocol.codec import ProtocolError, decode, encode
+from epd_common.protocol.codec import ProtocolError, decode, decode_reply, encode
 from epd_common.protocol.control import Cancel, DeadLetter, ReplayRequest
 from epd_common.protocol.events import EmbeddingEvent, EmbeddingState, Locator
 from epd_common.protocol.jobs import EncodeJob, GenerateJob, Item, Media
@@ -31,5 +31,6 @@ __all__ = [
     "WorkerRecord",
     "WorkerState",
     "decode",
+    "decode_reply",
     "encode",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -11,7 +11,7 @@ from epd_common.protocol.base import VERSION, Message
 from epd_common.protocol.control import Cancel, DeadLetter, ReplayRequest
 from epd_common.protocol.events import EmbeddingEvent
 from epd_common.protocol.jobs import EncodeJob, GenerateJob
-from epd_common.protocol.replies import ReplyData, ReplyEnd, ReplyError, ReplyHead
+from epd_common.protocol.replies import ReplyData, ReplyEnd, ReplyError, ReplyFrame, ReplyHead
 from epd_common.protocol.workers import WorkerRecord
 
 M = TypeVar("M", bound=Message)
@@ -70,6 +70,11 @@ def decode(data: bytes, *types: type[M]) -> M:
     if message.v != VERSION:
         raise ProtocolError(_wrong_version(message.v))
     return message  # type: ignore[return-value]
+
+
+def decode_reply(data: bytes) -> ReplyFrame:
+    """Decode any frame of a reply."""
+    return cast(ReplyFrame, decode(data, ReplyHead, ReplyData, ReplyEnd, ReplyError))
 
 
 def _explain(data: bytes, types: tuple[type[M], ...], error: Exception) -> str:

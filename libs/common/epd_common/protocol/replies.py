@@ -23,8 +23,6 @@ class ReplyHead(Reply, tag="head", frozen=True, kw_only=True):
     status: int
     content_type: str = "application/json"
     worker: str = ""
-    encoded: list[str] = []
-    reused: list[str] = []
 
 
 class ReplyData(Reply, tag="data", frozen=True, kw_only=True):

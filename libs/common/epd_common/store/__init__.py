@@ -7,7 +7,7 @@ only place from which an engine reads, by pins.
 from epd_common.store.arena import Arena
 from epd_common.store.base import EmbeddingStore, StoreFullError
 from epd_common.store.embedding import Embedding, EmbeddingHeader, IntegrityError
-from epd_common.store.media import MediaStore, StoredFile
+from epd_common.store.media import MediaStore, StoredFile, UploadedFile
 from epd_common.store.redis_client import open_redis
 from epd_common.store.redis_store import RedisEmbeddingStore
 from epd_common.store.states import Claim, KeyStates
@@ -24,5 +24,6 @@ __all__ = [
     "RedisEmbeddingStore",
     "StoreFullError",
     "StoredFile",
+    "UploadedFile",
     "open_redis",
 ]

@@ -1,6 +1,7 @@
 """Media bytes and uploaded files in Valkey or Redis.
 
-Media are kept by digest and scope, so equal bytes are kept once and no tenant can name another's.
+Media are kept by digest, so equal bytes are kept once: who can name them has had them. Files are known in
+their scope (tenant) alone.
 """
 
 from __future__ import annotations
@@ -19,18 +20,24 @@ _BODY = "epd:v1:body:"
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """An uploaded file: its bytes are the media with this ``ref``; ``bytes`` and times as in OpenAI's API."""
+    """A picture that was checked and lies in the media store under ``ref``."""
 
-    file_id: str
-    filename: str
-    purpose: str
-    created_at: int
-    bytes: int
     digest: str
     ref: str
     content_type: str
     width: int
     height: int
+    bytes: int
+
+
+class UploadedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """An upload as OpenAI's files API shows it, and where its bytes are."""
+
+    file_id: str
+    filename: str
+    purpose: str
+    created_at: int
+    file: StoredFile
 
 
 class MediaStore:
@@ -44,13 +51,12 @@ class MediaStore:
         self._redis = redis
         self._ttl_s = ttl_s
 
-    async def put(self, data: bytes, *, digest: str, content_type: str, scope: str = "") -> str:
+    async def put(self, data: bytes, *, digest: str, content_type: str) -> str:
         """Store media; returns the reference that gets them back. Doing so twice is harmless."""
-        ref = f"{scope}:{digest}"
         with redis_errors():
-            if not await self._redis.expire(_MEDIA + ref, self._ttl_s):
-                await self._redis.set(_MEDIA + ref, data, ex=self._ttl_s)
-        return ref
+            if not await self._redis.expire(_MEDIA + digest, self._ttl_s):
+                await self._redis.set(_MEDIA + digest, data, ex=self._ttl_s)
+        return digest
 
     async def get(self, ref: str) -> bytes | None:
         """The bytes of a reference, or None if their time is over."""
@@ -71,48 +77,42 @@ class MediaStore:
         return None if data is None else as_bytes(data)
 
     async def add_file(
-        self,
-        data: bytes,
-        *,
-        filename: str,
-        purpose: str,
-        digest: str,
-        content_type: str,
-        width: int,
-        height: int,
-        scope: str = "",
-    ) -> StoredFile:
-        """Keep an upload under a new file id."""
-        ref = await self.put(data, digest=digest, content_type=content_type, scope=scope)
-        file = StoredFile(
+        self, file: StoredFile, *, filename: str, purpose: str, scope: str
+    ) -> UploadedFile:
+        """Give a picture that lies here a file id, known in this scope alone."""
+        uploaded = UploadedFile(
             file_id=f"file-{secrets.token_hex(12)}",
             filename=filename,
             purpose=purpose,
             created_at=int(time.time()),
-            bytes=len(data),
-            digest=digest,
-            ref=ref,
-            content_type=content_type,
-            width=width,
-            height=height,
+            file=file,
         )
         with redis_errors():
-            name = f"{_FILE}{scope}:{file.file_id}"
-            await self._redis.set(name, msgspec.msgpack.encode(file), ex=self._ttl_s)
-        return file
+            name = _file_name(uploaded.file_id, scope)
+            await self._redis.set(name, msgspec.msgpack.encode(uploaded), ex=self._ttl_s)
+        return uploaded
 
-    async def lookup(self, file_id: str, scope: str) -> StoredFile | None:
-        """A file by its id; None if it is unknown in this scope or its time is over."""
+    async def uploaded(self, file_id: str, scope: str) -> UploadedFile | None:
+        """An upload by its id; None if it is unknown in this scope or its time is over."""
         with redis_errors():
-            raw = await self._redis.getex(f"{_FILE}{scope}:{file_id}", ex=self._ttl_s)
+            raw = await self._redis.getex(_file_name(file_id, scope), ex=self._ttl_s)
             if raw is None:
                 return None
-            file = msgspec.msgpack.decode(as_bytes(raw), type=StoredFile)
-            if not await self._redis.expire(_MEDIA + file.ref, self._ttl_s):
+            found = msgspec.msgpack.decode(as_bytes(raw), type=UploadedFile)
+            if not await self._redis.expire(_MEDIA + found.file.ref, self._ttl_s):
                 return None
-        return file
+        return found
+
+    async def lookup(self, file_id: str, scope: str) -> StoredFile | None:
+        """The picture of an upload; see :meth:`uploaded`."""
+        found = await self.uploaded(file_id, scope)
+        return found.file if found is not None else None
 
     async def delete_file(self, file_id: str, scope: str) -> bool:
-        """Forget a file id; its media go when their time is over. False if it was unknown."""
+        """Forget a file id; its bytes go when their time is over. False if it was unknown."""
         with redis_errors():
-            return bool(await self._redis.delete(f"{_FILE}{scope}:{file_id}"))
+            return bool(await self._redis.delete(_file_name(file_id, scope)))
+
+
+def _file_name(file_id: str, scope: str) -> str:
+    return f"{_FILE}{scope}:{file_id}"

@@ -45,11 +45,12 @@ end
 return answers
 """
 
-# KEYS: one state name. ARGV: epoch, state, event, ttl in ms.
+# KEYS: one state name. ARGV: epoch, state, event, ttl in ms (0: forget the key).
 _FINISH = """
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
 if epoch > tonumber(ARGV[1]) then return 0 end
 redis.call('DEL', KEYS[1])
+if ARGV[4] == '0' then return 1 end
 redis.call('HSET', KEYS[1], 'state', ARGV[2], 'epoch', ARGV[1], 'event', ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 return 1
@@ -61,8 +62,9 @@ if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return 0 end
 return redis.call('DEL', KEYS[1])
 """
 
-FAILED_TTL_S = 2.0
-"""A failure is remembered so long that those who wait now all hear of it, and no longer."""
+FAILED_TTL_S = 10.0
+"""How long bytes that cannot be encoded are remembered as such. Other failures are not: the next who asks
+has them tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,9 @@ class KeyStates:
 
     async def finish(self, event: EmbeddingEvent) -> bool:
         """Record a ready or failed event. False if a newer epoch is under way: then it changes nothing."""
-        ttl_ms = self._ready_ms if event.state == "ready" else int(FAILED_TTL_S * 1000)
+        ttl_ms = self._ready_ms
+        if event.state == "failed":
+            ttl_ms = int(FAILED_TTL_S * 1000) if event.status < 500 else 0
         with redis_errors():
             done = await self._finish(
                 keys=[_PREFIX + event.key], args=[event.epoch, event.state, encode(event), ttl_ms]

@@ -1,0 +1,40 @@
+"""What ingest needs from outside: where media come from, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from epd_common.store.media import StoredFile
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedMedia:
+    """The bytes behind a URL, and the type that the server claims."""
+
+    data: bytes
+    content_type: str
+
+
+Fetch = Callable[[str, str], Awaitable[FetchedMedia]]
+"""Fetches an ``http(s):`` URL: ``await fetch(url, place)``; ``place`` is for errors."""
+
+
+class MediaStore(Protocol):
+    """Holds media bytes until encoders have read them."""
+
+    async def put(self, data: bytes, *, digest: str, content_type: str) -> str:
+        """Store the bytes, which may be there already, and return their reference: the digest.
+
+        With another reference a client could give one picture's bytes the key of another.
+        """
+        ...
+
+
+class FileLookup(Protocol):
+    """Finds files that clients uploaded."""
+
+    async def lookup(self, file_id: str, scope: str) -> StoredFile | None:
+        """The file with this id, if it is there and belongs to ``scope``."""
+        ...

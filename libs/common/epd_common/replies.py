@@ -1,0 +1,243 @@
+"""Receiving replies: one inbox subscription for all requests of a process, a bounded buffer for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+import nats.errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from epd_common.bus.connection import Bus
+from epd_common.errors import DeadlineError, EpdError, UpstreamError, from_status
+from epd_common.protocol import (
+    Cancel,
+    ProtocolError,
+    ReplyData,
+    ReplyEnd,
+    ReplyError,
+    ReplyHead,
+    decode_reply,
+    encode,
+    subjects,
+)
+from epd_common.protocol.replies import ReplyFrame
+
+logger = logging.getLogger(__name__)
+
+BUFFER_BYTES = 16 << 20
+"""Bytes of one reply that may wait for a slow reader; above it the request is given up."""
+
+
+class Reply:
+    """The frames of one request, in order.
+
+    Use as an async context manager: leaving it before the end cancels the request upstream.
+    """
+
+    def __init__(self, hub: ReplyHub, request_id: str, deadline: float) -> None:
+        self._hub = hub
+        self.request_id = request_id
+        self._deadline = deadline
+        self._frames: deque[ReplyFrame] = deque()
+        self._buffered = 0
+        self._arrived = asyncio.Event()
+        self._attempt = 0
+        self._expected = 0
+        self._started = False
+        self._failure: EpdError | None = None
+        self.finished = False
+        self.submitted = False
+
+    @property
+    def inbox(self) -> str:
+        return self._hub.inbox(self.request_id)
+
+    async def __aenter__(self) -> Self:
+        self._hub.register(self)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._hub.forget(self)
+        if self.submitted and not self.finished:
+            await self._hub.cancel(self.request_id, "the requester went away")
+
+    async def head(self) -> ReplyHead:
+        """The first frame.
+
+        Raises:
+            EpdError: the request failed, or its deadline passed.
+        """
+        frame = await self._next()
+        if not isinstance(frame, ReplyHead):
+            raise UpstreamError("the answer did not begin with its head", stage="generate")
+        return frame
+
+    async def data(self) -> AsyncIterator[bytes]:
+        """The pieces of the answer's body after :meth:`head`, until its end.
+
+        Raises:
+            EpdError: the request failed on the way, or its deadline passed.
+        """
+        while True:
+            match await self._next():
+                case ReplyData(data=data):
+                    yield data
+                case ReplyEnd():
+                    return
+                case other:
+                    raise UpstreamError(
+                        f"unexpected {type(other).__name__} within an answer", stage="generate"
+                    )
+
+    def offer(self, frame: ReplyFrame) -> None:
+        """Take a frame from the bus; late, doubled and foreign ones are dropped."""
+        if self.finished or self._failure is not None or frame.attempt < self._attempt:
+            return
+        if frame.attempt > self._attempt:
+            self._begin_attempt(frame.attempt)
+        if frame.seq < self._expected:
+            return
+        if frame.seq > self._expected:
+            self._fail(
+                UpstreamError(
+                    f"frames {self._expected} to {frame.seq - 1} of the answer were lost on the bus",
+                    code="reply_gap",
+                    stage="generate",
+                )
+            )
+            return
+        self._expected += 1
+        self._frames.append(frame)
+        if isinstance(frame, ReplyData):
+            self._buffered += len(frame.data)
+        if self._buffered > BUFFER_BYTES:
+            self._fail(
+                UpstreamError(
+                    f"over {BUFFER_BYTES} bytes of the answer waited for a slow reader",
+                    code="reader_too_slow",
+                    stage="reply",
+                )
+            )
+        self._arrived.set()
+
+    def _begin_attempt(self, attempt: int) -> None:
+        """Another worker begins the request anew."""
+        if self._started:
+            self._fail(
+                UpstreamError(
+                    "the worker of this request was lost after its answer had begun; send it again",
+                    code="worker_lost",
+                    stage="generate",
+                )
+            )
+            return
+        self._frames.clear()
+        self._buffered = 0
+        self._attempt = attempt
+        self._expected = 0
+
+    def _fail(self, error: EpdError) -> None:
+        self._failure = error
+        self._arrived.set()
+
+    async def _next(self) -> ReplyFrame:
+        while not self._frames:
+            if self._failure is not None:
+                raise self._failure
+            self._arrived.clear()
+            left = self._deadline - time.monotonic()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), max(0.0, left))
+            except TimeoutError:
+                raise DeadlineError(
+                    "the request's deadline passed while it waited for "
+                    + ("more of the answer" if self._started else "a PD worker's answer"),
+                    stage="generate",
+                ) from None
+        frame = self._frames.popleft()
+        self._started = True
+        if isinstance(frame, ReplyData):
+            self._buffered -= len(frame.data)
+        if isinstance(frame, ReplyEnd | ReplyError):
+            self.finished = True
+        if isinstance(frame, ReplyError):
+            raise from_status(
+                frame.status,
+                frame.message,
+                code=frame.code or None,
+                stage=frame.stage or None,
+                key=frame.key or None,
+                param=frame.param or None,
+                retry_after_s=frame.retry_after_s or None,
+            )
+        return frame
+
+
+class ReplyHub:
+    """Hands frames to the replies of this process. Use as an async context manager."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._prefix = bus.client.new_inbox()
+        self._replies: dict[str, Reply] = {}
+        self._subscription: Subscription | None = None
+
+    async def __aenter__(self) -> Self:
+        self._subscription = await self._bus.subscribe(f"{self._prefix}.*", self._on_frame)
+        await self._bus.flush()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._subscription is not None:
+            with contextlib.suppress(nats.errors.Error):
+                await self._subscription.unsubscribe()
+
+    @property
+    def open_replies(self) -> int:
+        return len(self._replies)
+
+    def inbox(self, request_id: str) -> str:
+        return f"{self._prefix}.{request_id}"
+
+    def expect(self, request_id: str, *, timeout_s: float) -> Reply:
+        """A reply to enter before its request is submitted."""
+        return Reply(self, request_id, time.monotonic() + timeout_s)
+
+    def register(self, reply: Reply) -> None:
+        self._replies[reply.request_id] = reply
+
+    def forget(self, reply: Reply) -> None:
+        self._replies.pop(reply.request_id, None)
+
+    async def cancel(self, request_id: str, reason: str) -> None:
+        """Tell whoever works on the request to stop."""
+        message = Cancel(request_id=request_id, reason=reason)
+        with contextlib.suppress(EpdError):  # then its deadline ends it
+            await self._bus.emit_bytes(subjects.cancel_subject(request_id), encode(message))
+
+    async def _on_frame(self, message: Msg) -> None:
+        reply = self._replies.get(message.subject.rpartition(".")[2])
+        if reply is None:
+            return  # the requester has gone
+        try:
+            reply.offer(decode_reply(message.data))
+        except ProtocolError as error:
+            logger.warning("dropping a frame: %s", error, extra={"request_id": reply.request_id})

@@ -1,0 +1,161 @@
+"""Sending a request: from an OpenAI body to jobs on the bus and a reply.
+
+The gateway is this behind HTTP; the client library is this behind Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from epd_common.bus.registry import Registry
+from epd_common.errors import BadRequestError, NotFoundError, UnavailableError
+from epd_common.ingest import Ingest
+from epd_common.orders import OrderContext, Orders
+from epd_common.protocol import GenerateJob, Item, WorkerRecord
+from epd_common.replies import Reply, ReplyHub
+from epd_common.store import Claim
+
+ItemOrigin = Literal["encoded", "shared", "reused"]
+"""``encoded`` for this request, ``shared`` with an encode under way, ``reused`` from a store."""
+
+_ORIGINS: dict[str, ItemOrigin] = {"claimed": "encoded", "pending": "shared", "ready": "reused"}
+
+
+@dataclass(frozen=True, slots=True)
+class SentRequest:
+    """A request on its way, and what became of its distinct media items."""
+
+    reply: Reply
+    items: list[Item]
+    origins: list[ItemOrigin]
+
+
+class Requester:
+    """Submits requests of one process."""
+
+    def __init__(
+        self, *, registry: Registry, ingest: Ingest, orders: Orders, hub: ReplyHub
+    ) -> None:
+        self._registry = registry
+        self._ingest = ingest
+        self._orders = orders
+        self._hub = hub
+
+    @contextlib.asynccontextmanager
+    async def send(
+        self,
+        route: str,
+        body: dict[str, Any],
+        *,
+        timeout_s: float,
+        scope: str = "",
+        traceparent: str = "",
+    ) -> AsyncIterator[SentRequest]:
+        """Submit a request; leaving the context before its end cancels it.
+
+        Args:
+            route: e.g. ``/v1/chat/completions``.
+            body: OpenAI body, media as URLs, data URIs or file ids.
+            timeout_s: The request's deadline from now.
+            scope: Cache scope (tenant).
+
+        Raises:
+            EpdError: bad input, no worker, a full queue, a broker that is away.
+        """
+        deadline = time.time() + timeout_s
+        worker = self.worker_for(body)
+        prepared = await self._ingest.prepare(
+            route=route,
+            body=body,
+            fingerprint=worker.fingerprint,
+            scope=scope,
+            special_tokens=worker.special_tokens,
+        )
+        if prepared.items:
+            self.require_encoder(worker)
+        request_id = secrets.token_hex(16)
+        async with self._hub.expect(request_id, timeout_s=deadline - time.time()) as reply:
+            job = GenerateJob(
+                request_id=request_id,
+                model=worker.model,
+                route=route,
+                body=msgspec.json.encode(prepared.body),
+                items=prepared.items,
+                inbox=reply.inbox,
+                deadline=deadline,
+                scope=scope,
+                traceparent=traceparent,
+            )
+            context = OrderContext(
+                model=worker.model,
+                fingerprint=worker.fingerprint,
+                request_id=request_id,
+                deadline=deadline,
+                traceparent=traceparent,
+            )
+            reply.submitted = True
+            claims = await self._orders.submit(job, context)
+            yield SentRequest(reply, prepared.items, [_origin(claim) for claim in claims])
+
+    async def encode_early(self, item: Item, worker: WorkerRecord) -> None:
+        """Have an item encoded before any request asks for it."""
+        claims = await self._orders.claim([item])
+        context = OrderContext(
+            model=worker.model,
+            fingerprint=worker.fingerprint,
+            request_id=f"upload-{item.digest[:16]}",
+            background=True,
+        )
+        await self._orders.publish_encodes([item], claims, context)
+
+    def worker_for(self, body: dict[str, Any]) -> WorkerRecord:
+        """A PD worker of the model that the body asks for, preferably one whose encoders are there.
+
+        Raises:
+            BadRequestError: the body names no model.
+            NotFoundError: nobody has served that model.
+            UnavailableError: its workers are not ready.
+        """
+        model = body.get("model")
+        if not isinstance(model, str) or not model:
+            raise BadRequestError("the field 'model' must name a model", param="model")
+        ready = self._registry.ready("pd", model)
+        if ready:
+            encoders = {record.fingerprint for record in self._registry.ready("encoder", model)}
+            return next((record for record in ready if record.fingerprint in encoders), ready[0])
+        known = [view.record.model for view in self._registry.workers("pd")]
+        if model in known:
+            raise UnavailableError(
+                f"no PD worker of model {model!r} is ready", stage="generate", retry_after_s=5.0
+            )
+        raise NotFoundError(
+            f"the model {model!r} does not exist; served here: {', '.join(sorted(set(known))) or '-'}",
+            code="model_not_found",
+            param="model",
+        )
+
+    def require_encoder(self, worker: WorkerRecord) -> None:
+        """Refuse a request with media that no encoder could take.
+
+        Raises:
+            UnavailableError: no encoder of the worker's model and fingerprint is ready.
+        """
+        encoders = self._registry.ready("encoder", worker.model)
+        if not any(encoder.fingerprint == worker.fingerprint for encoder in encoders):
+            raise UnavailableError(
+                f"no encoder of model {worker.model!r} with fingerprint "
+                f"{worker.fingerprint[:12]} is ready",
+                stage="encode",
+                retry_after_s=5.0,
+            )
+
+
+def _origin(claim: Claim) -> ItemOrigin:
+    return _ORIGINS.get(claim.state, "shared")

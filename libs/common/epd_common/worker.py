@@ -1,0 +1,199 @@
+"""What encoder and PD processes have in common: registry record, engine start, the work loop, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from epd_common.bus import Bus, Delivery, JobPuller, announce
+from epd_common.bus.micro import micro_service
+from epd_common.engines import EngineInfo, Progress
+from epd_common.errors import EpdError, UpstreamError
+from epd_common.lifecycle import wait_any
+from epd_common.protocol import WorkerRecord, WorkerState
+from epd_common.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+ENGINE_WATCH_S = 0.5
+GIVE_BACK_DELAY_S = 0.1
+HEARTBEATS_MISSED = 3
+
+
+class Engine(Protocol):
+    """The part of an engine that every worker handles alike."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def start(self, progress: Progress) -> EngineInfo: ...
+
+
+class Worker:
+    """Keeps the process's record and micro service, and runs its jobs.
+
+    Use as an async context manager; while it is open the worker is in the registry.
+    """
+
+    def __init__(
+        self, bus: Bus, settings: WorkerSettings, *, role: Literal["encoder", "pd"], slots: int
+    ) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._role = role
+        self._slots = slots
+        self._state: WorkerState = "starting"
+        self._phase = ""
+        self._info: EngineInfo | None = None
+        self._engine: Engine | None = None
+        self._puller: JobPuller | None = None
+        self._stack = AsyncExitStack()
+        self._beat_now: Callable[[], None] = lambda: None
+        self.counters: Counter[str] = Counter()
+
+    async def __aenter__(self) -> Self:
+        every_s = self._settings.heartbeat_s
+        await self._stack.enter_async_context(
+            micro_service(
+                self._bus, role=self._role, worker=self._settings.worker_id, health=self.health
+            )
+        )
+        self._beat_now = await self._stack.enter_async_context(
+            announce(self._bus, self._record, every_s=every_s)
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    async def load(self, engine: Engine) -> EngineInfo:
+        """Start the engine, showing its phases in the registry."""
+        loop = asyncio.get_running_loop()
+        started = time.monotonic()
+
+        def progress(phase: str) -> None:  # called from whatever thread loads
+            logger.info(
+                "engine: %s", phase, extra={"seconds": round(time.monotonic() - started, 1)}
+            )
+            loop.call_soon_threadsafe(self._set_phase, phase)
+
+        self._engine = engine
+        self._info = await engine.start(progress)
+        return self._info
+
+    async def work(
+        self,
+        puller: JobPuller,
+        handle: Callable[[Delivery], Awaitable[None]],
+        stop: asyncio.Event,
+    ) -> None:
+        """Take jobs until ``stop`` is set or the engine dies; then finish, or give back, what runs.
+
+        Raises:
+            UpstreamError: the engine died.
+        """
+        self._puller = puller
+        self._set_state("ready")
+        broken = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(self._watch_engine(broken), name="engine watch")
+            pull = group.create_task(self._pull(puller, handle), name="pull")
+            await wait_any(stop, broken)
+            self._set_state("failed" if broken.is_set() else "draining")
+            puller.stop()
+            await pull
+            watch.cancel()
+        if broken.is_set():
+            raise UpstreamError(
+                f"the {self._role}'s engine died; the process ends", stage=self._role
+            )
+
+    async def _pull(self, puller: JobPuller, handle: Callable[[Delivery], Awaitable[None]]) -> None:
+        """Run every job that comes in a task of its own; at the end they have ``drain_s`` to finish."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(None) as bound, asyncio.TaskGroup() as jobs:
+                async for delivery in puller.deliveries():
+                    jobs.create_task(
+                        self._run(puller, handle, delivery), name=f"job {delivery.subject}"
+                    )
+                logger.info("draining %d jobs", puller.busy)
+                bound.reschedule(loop.time() + self._settings.drain_s)
+        except TimeoutError:
+            logger.warning("jobs that did not finish within EPD_DRAIN_S were given back")
+
+    async def _run(
+        self, puller: JobPuller, handle: Callable[[Delivery], Awaitable[None]], delivery: Delivery
+    ) -> None:
+        """One job's boundary: whatever it raises ends here, with its delivery settled."""
+        try:
+            await handle(delivery)
+        except asyncio.CancelledError:
+            await delivery.retry(GIVE_BACK_DELAY_S)  # drained: somebody else does it
+            raise
+        except EpdError as error:
+            logger.warning("job given back: %s", error, extra=error.fields())
+            await delivery.retry(GIVE_BACK_DELAY_S)
+        except Exception:
+            logger.exception("job failed by an unexpected error; given back")
+            await delivery.retry(1.0)
+        finally:
+            puller.release()
+
+    async def _watch_engine(self, broken: asyncio.Event) -> None:
+        while self._engine is not None and self._engine.alive:  # noqa: ASYNC110 - vLLM has no event
+            await asyncio.sleep(ENGINE_WATCH_S)
+        broken.set()
+
+    def _set_phase(self, phase: str) -> None:
+        self._phase = phase
+        self._beat_now()
+
+    def _set_state(self, state: WorkerState) -> None:
+        self._state = state
+        logger.info("%s is %s", self._role, state)
+        self._beat_now()
+
+    def _record(self, beat: int) -> WorkerRecord:
+        info = self._info
+        return WorkerRecord(
+            role=self._role,
+            worker=self._settings.worker_id,
+            node=self._settings.node,
+            state=self._state,
+            beat=beat,
+            ttl_s=HEARTBEATS_MISSED * self._settings.heartbeat_s,
+            model=self._settings.model_name,
+            fingerprint=info.fingerprint if info else "",
+            modalities=list(info.modalities) if info else [],
+            slots=self._slots,
+            busy=self._puller.busy if self._puller else 0,
+            pid=os.getpid(),
+            phase=self._phase,
+            max_model_len=info.max_model_len if info else 0,
+            special_tokens=list(info.special_tokens) if info else [],
+            versions=info.versions if info else {},
+        )
+
+    def health(self) -> dict[str, Any]:
+        """What the micro service's health endpoint answers."""
+        return {
+            "ok": self._state == "ready",
+            "state": self._state,
+            "phase": self._phase,
+            "busy": self._puller.busy if self._puller else 0,
+            "slots": self._slots,
+            "counters": dict(self.counters),
+        }

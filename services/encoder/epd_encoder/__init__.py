@@ -1,0 +1,1 @@
+"""The encoder service: pulls encode jobs, writes embeddings, announces them."""

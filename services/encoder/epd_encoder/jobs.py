@@ -1,0 +1,186 @@
+"""What an encoder does with one job: fetch, encode, verify, publish, announce, acknowledge."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from epd_common.bus import Bus, Delivery
+from epd_common.engines import EncoderEngine, EngineInfo
+from epd_common.errors import BadRequestError, DeadlineError, EpdError, UpstreamError
+from epd_common.protocol import EmbeddingEvent, EncodeJob, Locator, ProtocolError, decode, subjects
+from epd_common.store import (
+    Arena,
+    Embedding,
+    EmbeddingHeader,
+    EmbeddingStore,
+    KeyStates,
+    MediaStore,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAY_S = 0.2
+
+
+class EncodeHandler:
+    """Handles encode jobs; many at once, so that the engine can batch them.
+
+    Args:
+        remote: Stores besides the arena that get every embedding.
+        locators: Where an embedding of this encoder can be read from.
+        counters: ``encoded``, ``hits``, ``failed``, ``retried``, ``dropped``.
+    """
+
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        engine: EncoderEngine,
+        info: EngineInfo,
+        arena: Arena,
+        remote: Sequence[EmbeddingStore],
+        locators: list[Locator],
+        media: MediaStore,
+        states: KeyStates,
+        worker: str,
+        counters: Counter[str],
+    ) -> None:
+        self._bus = bus
+        self._engine = engine
+        self._info = info
+        self._arena = arena
+        self._remote = remote
+        self._locators = locators
+        self._media = media
+        self._states = states
+        self._worker = worker
+        self._counters = counters
+
+    async def handle(self, delivery: Delivery) -> None:
+        """Do one job and settle its delivery."""
+        try:
+            job = decode(delivery.data, EncodeJob)
+        except ProtocolError as error:
+            logger.error("malformed encode job: %s", error)
+            await delivery.give_up(error)
+            return
+        async with delivery:
+            try:
+                event = await self._embedding_for(job, delivery)
+            except EpdError as error:
+                await self._failed(job, delivery, error)
+                return
+            # Written and verified; now announced, and only then acknowledged (invariant I2).
+            await self._announce(event)
+            await delivery.ack()
+
+    async def _embedding_for(self, job: EncodeJob, delivery: Delivery) -> EmbeddingEvent:
+        if job.deadline and time.time() > job.deadline:
+            raise DeadlineError(
+                f"the deadline passed before item {job.key} was encoded",
+                stage="encode",
+                key=job.key,
+            )
+        if job.fingerprint != self._info.fingerprint:
+            raise UpstreamError(
+                f"the job wants model fingerprint {job.fingerprint[:12]}, "
+                f"this encoder has {self._info.fingerprint[:12]}",
+                code="fingerprint_mismatch",
+                stage="encode",
+                key=job.key,
+            )
+        present = await self._arena.get(job.key)
+        if present is not None:
+            # A hit is a success: announce again.
+            self._counters["hits"] += 1
+            await self._copy_to_remote(present)
+            return self._event(job, delivery, present.header, encode_s=0.0)
+        data = await self._media_of(job)
+        started = time.monotonic()
+        staged = await self._engine.encode(job.key, data, job.modality, job.processor_args)
+        encode_s = time.monotonic() - started
+        await asyncio.to_thread(self._arena.adopt, staged.path, staged.header)
+        self._counters["encoded"] += 1
+        if self._remote:
+            published = await self._arena.get(job.key)
+            if published is not None:
+                await self._copy_to_remote(published)
+        return self._event(job, delivery, staged.header, encode_s=encode_s)
+
+    async def _copy_to_remote(self, embedding: Embedding) -> None:
+        for store in self._remote:
+            if not await store.contains(embedding.header.key):
+                await store.put(embedding)
+
+    async def _media_of(self, job: EncodeJob) -> bytes:
+        if job.media.inline is not None:
+            return job.media.inline
+        data = await self._media.get(job.media.ref or "")
+        if data is None:
+            raise BadRequestError(
+                f"the media of item {job.key} are no longer in the media store; send them again",
+                code="media_gone",
+                stage="encode",
+                key=job.key,
+            )
+        return data
+
+    async def _announce(self, event: EmbeddingEvent) -> None:
+        """Record the state, then tell who waits. A newer epoch makes both of no effect."""
+        if await self._states.finish(event):
+            await self._bus.emit(subjects.ready_subject(event.key), event)
+        else:
+            self._counters["stale"] += 1
+
+    async def _failed(self, job: EncodeJob, delivery: Delivery, error: EpdError) -> None:
+        fields = {"key": job.key, "request_id": job.request_id, "attempt": delivery.attempt}
+        expired = isinstance(error, DeadlineError)
+        permanent = error.status < 500 or expired
+        if not permanent and not delivery.last_attempt and self._engine.alive:
+            self._counters["retried"] += 1
+            logger.warning("encode failed, to be tried again: %s", error, extra=fields)
+            await delivery.retry(RETRY_DELAY_S)
+            return
+        self._counters["dropped" if expired else "failed"] += 1
+        logger.warning("encode failed: %s", error, extra=fields)
+        await self._announce(
+            EmbeddingEvent(
+                key=job.key,
+                epoch=job.epoch,
+                state="failed",
+                encoder=self._worker,
+                attempt=delivery.attempt,
+                status=error.status,
+                code=error.code,
+                reason=error.message,
+            )
+        )
+        if permanent:
+            await delivery.ack()
+        else:
+            await delivery.give_up(error)
+
+    def _event(
+        self, job: EncodeJob, delivery: Delivery, header: EmbeddingHeader, *, encode_s: float
+    ) -> EmbeddingEvent:
+        return EmbeddingEvent(
+            key=job.key,
+            epoch=job.epoch,
+            state="ready",
+            fingerprint=header.fingerprint,
+            metadata=header.metadata,
+            rows=header.rows,
+            width=header.width,
+            dtype=header.dtype,
+            bytes=header.payload_bytes,
+            checksum=header.checksum,
+            locators=self._locators,
+            encoder=self._worker,
+            attempt=delivery.attempt,
+            queue_s=delivery.queued_s,
+            encode_s=encode_s,
+        )

@@ -1,0 +1,225 @@
+"""The routes of the gateway."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis.exceptions
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from redis.asyncio import Redis
+from starlette.exceptions import HTTPException
+
+from epd_common.bus import Bus, Registry
+from epd_common.errors import (
+    BadRequestError,
+    EpdError,
+    MethodNotAllowedError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedMediaError,
+    from_status,
+    openai_body,
+)
+from epd_common.ingest import Ingest
+from epd_common.replies import ReplyHub
+from epd_common.requester import Requester
+from epd_common.store import MediaStore
+from epd_gateway.bodies import read_body
+from epd_gateway.files import add_file_routes
+from epd_gateway.metrics import GatewayMetrics
+from epd_gateway.relay import Relay
+from epd_gateway.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+GENERATE_ROUTES = ("/v1/chat/completions", "/v1/completions")
+
+
+@dataclass(slots=True)
+class Edge:
+    """What the routes use."""
+
+    settings: GatewaySettings
+    bus: Bus
+    redis: Redis
+    registry: Registry
+    requester: Requester
+    ingest: Ingest
+    media: MediaStore
+    hub: ReplyHub
+    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+    started: float = field(default_factory=time.time)
+    draining: bool = False
+
+    async def not_ready(self) -> str | None:
+        """Why requests would fail now; None if they would not."""
+        if self.draining:
+            return "the gateway is shutting down"
+        if not self.bus.connected:
+            return "NATS is not connected"
+        try:
+            await self.redis.ping()
+        except (redis.exceptions.RedisError, OSError):
+            return "Redis does not answer"
+        for model in self.registry.models():
+            prints = {record.fingerprint for record in self.registry.ready("pd", model)}
+            if any(e.fingerprint in prints for e in self.registry.ready("encoder", model)):
+                return None
+        return "no model has both a PD worker and an encoder that are ready"
+
+    def health(self) -> dict[str, Any]:
+        """What the micro service's health endpoint answers."""
+        return {"ok": not self.draining, "open_requests": self.hub.open_replies}
+
+
+def build_app(edge: Edge) -> FastAPI:
+    """The HTTP application."""
+    app = FastAPI(title="epdflow gateway", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_error_handlers(app)
+    for route in GENERATE_ROUTES:
+        app.add_api_route(route, _generate(edge, route), methods=["POST"])
+    add_file_routes(app, edge)
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        return {
+            "object": "list",
+            "data": [_model_card(edge, name) for name in edge.registry.models()],
+        }
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Any:
+        if name not in edge.registry.models():
+            raise NotFoundError(
+                f"the model {name!r} does not exist", code="model_not_found", param="model"
+            )
+        return _model_card(edge, name)
+
+    @app.get("/health")
+    async def health() -> Any:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        reason = await edge.not_ready()
+        if reason is None:
+            return JSONResponse({"status": "ready", "models": edge.registry.models()})
+        return _error_response(UnavailableError(reason, code="not_ready", retry_after_s=2.0))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        edge.metrics.open_requests.set(edge.hub.open_replies)
+        return Response(generate_latest(edge.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]]:
+    """The handler of a route whose body becomes a generate job."""
+
+    async def handler(request: Request) -> Response:
+        started = time.monotonic()
+        if edge.draining:
+            raise UnavailableError("the gateway is shutting down", retry_after_s=1.0)
+        timeout_s = _deadline(request, edge.settings.deadline_s)
+        body = await _json_body(request, edge.settings.max_body_bytes)
+        return Relay(
+            send=edge.requester.send(
+                route,
+                body,
+                timeout_s=timeout_s,
+                traceparent=request.headers.get("traceparent", ""),
+            ),
+            metrics=edge.metrics,
+            route=route,
+            started=started,
+        )
+
+    return handler
+
+
+def _deadline(request: Request, default_s: float) -> float:
+    text = request.headers.get("x-epd-deadline-s")
+    if text is None:
+        return default_s
+    try:
+        wanted = float(text)
+    except ValueError:
+        wanted = 0.0
+    if not 0 < wanted < float("inf"):
+        raise BadRequestError(
+            f"the header x-epd-deadline-s must be seconds above 0, not {text[:40]!r}",
+            param="x-epd-deadline-s",
+        )
+    return min(wanted, default_s)
+
+
+async def _json_body(request: Request, limit: int) -> dict[str, Any]:
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise UnsupportedMediaError(
+            f"the request's content type must be application/json, not {content_type[:80]!r}",
+            code="unsupported_content_type",
+        )
+    raw = await read_body(request, limit)
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise BadRequestError("the body must be a JSON object", code="invalid_json")
+    return body
+
+
+def _model_card(edge: Edge, name: str) -> dict[str, Any]:
+    record = edge.registry.ready("pd", name)[0]
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(edge.started),
+        "owned_by": "epdflow",
+        "max_model_len": record.max_model_len,
+    }
+
+
+def _error_response(error: EpdError) -> JSONResponse:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    return JSONResponse(openai_body(error), status_code=error.status, headers=headers)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """OpenAI's error shape for whatever goes wrong."""
+
+    @app.exception_handler(EpdError)
+    async def known(request: Request, error: EpdError) -> JSONResponse:
+        return _error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 404:
+            return _error_response(
+                NotFoundError(f"there is no route {request.url.path}", code="unknown_route")
+            )
+        if error.status_code == 405:
+            response = _error_response(
+                MethodNotAllowedError(
+                    f"the route {request.url.path} does not take {request.method}"
+                )
+            )
+            response.headers.update(error.headers or {})
+            return response
+        return _error_response(from_status(error.status_code, str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def unknown(request: Request, error: Exception) -> JSONResponse:
+        logger.error("unexpected error in %s", request.url.path, exc_info=error)
+        return _error_response(EpdError("an unexpected error in the gateway; its log says more"))

@@ -1,0 +1,131 @@
+"""From reply frames to an HTTP response, and from a client's disconnect to a cancel.
+
+Nothing is sent to the client before the head of the answer is there, so a failure up to then has its own
+status. A JSON answer is sent when it is whole, for the same reason. In a stream that has begun, a failure
+is an error event and then the end mark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from contextlib import AbstractAsyncContextManager
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from epd_common.errors import EpdError, openai_body
+from epd_common.protocol import ReplyHead
+from epd_common.requester import SentRequest
+from epd_gateway.metrics import GatewayMetrics
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+_EVENT_STREAM = "text/event-stream"
+
+
+class Relay(Response):
+    """Submits a request and relays its reply.
+
+    Args:
+        send: The request, not yet submitted.
+        started: When it arrived, by the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        send: AbstractAsyncContextManager[SentRequest],
+        metrics: GatewayMetrics,
+        route: str,
+        started: float,
+    ) -> None:
+        self._request = send
+        self._metrics = metrics
+        self._route = route
+        self._started = started
+        self._status = CLIENT_GONE
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        relaying = asyncio.ensure_future(self._relay(scope, receive, send))
+        watching = asyncio.ensure_future(_client_gone(receive))
+        try:
+            await asyncio.wait((relaying, watching), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+            if not relaying.done():
+                relaying.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await relaying
+            self._metrics.requests.labels(self._route, self._status).inc()
+            self._metrics.duration.labels(self._route).observe(time.monotonic() - self._started)
+
+    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with self._request as sent:
+                for origin in sent.origins:
+                    self._metrics.items.labels(origin).inc()
+                head = await sent.reply.head()
+                headers = _headers(sent, head)
+                if head.content_type.startswith(_EVENT_STREAM):
+                    await self._stream(sent, head, headers, send)
+                    return
+                body = b"".join([piece async for piece in sent.reply.data()])
+        except EpdError as error:
+            self._status = error.status
+            retry = error.retry_after_s
+            headers = {} if retry is None else {"retry-after": str(max(1, round(retry)))}
+            answer = JSONResponse(openai_body(error), status_code=error.status, headers=headers)
+            await answer(scope, receive, send)
+            return
+        self._status = head.status
+        self._metrics.ttft.labels(self._route).observe(time.monotonic() - self._started)
+        whole = Response(body, head.status, headers, head.content_type)
+        await whole(scope, receive, send)
+
+    async def _stream(
+        self, sent: SentRequest, head: ReplyHead, headers: dict[str, str], send: Send
+    ) -> None:
+        headers |= {"content-type": head.content_type, "cache-control": "no-cache"}
+        await send(_start(head.status, headers))
+        self._status = head.status
+        first = True
+        try:
+            async for piece in sent.reply.data():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if first:
+                    self._metrics.ttft.labels(self._route).observe(time.monotonic() - self._started)
+                    first = False
+        except EpdError as error:
+            self._status = error.status
+            logger.warning(
+                "stream ended by an error: %s",
+                error,
+                extra={"request_id": sent.reply.request_id, **error.fields()},
+            )
+            event = f"data: {json.dumps(openai_body(error))}\n\ndata: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _headers(sent: SentRequest, head: ReplyHead) -> dict[str, str]:
+    """What became of the request, for people and tests who want to see it."""
+    headers = {"x-request-id": sent.reply.request_id, "x-epd-worker": head.worker}
+    if sent.origins:
+        headers["x-epd-items"] = ",".join(sent.origins)
+    return headers
+
+
+def _start(status: int, headers: dict[str, str]) -> Message:
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": raw}
+
+
+async def _client_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

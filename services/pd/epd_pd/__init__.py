@@ -1,0 +1,1 @@
+"""The PD service: pulls generate jobs, waits for their embeddings, has vLLM answer, sends frames."""

@@ -1,0 +1,65 @@
+"""Sending a reply: frames to the requester's inbox."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from epd_common.bus import Bus
+from epd_common.errors import EpdError
+from epd_common.protocol import ReplyData, ReplyEnd, ReplyError, ReplyHead
+
+
+class FrameWriter:
+    """Writes the frames of one attempt at one request, in order.
+
+    Args:
+        inbox: Subject of the requester; empty if nobody wants the answer.
+    """
+
+    def __init__(self, bus: Bus, *, inbox: str, request_id: str, attempt: int, worker: str) -> None:
+        self._bus = bus
+        self._inbox = inbox
+        self._request_id = request_id
+        self._attempt = attempt
+        self._worker = worker
+        self._seq = 0
+
+    async def head(self, status: int, content_type: str) -> None:
+        await self._send(
+            ReplyHead(
+                **self._common(), status=status, content_type=content_type, worker=self._worker
+            )
+        )
+
+    async def data(self, data: bytes) -> None:
+        """Bytes of the body; more than a message holds go in several."""
+        limit = self._bus.max_payload_bytes - 1024
+        for start in range(0, len(data), limit):
+            await self._send(ReplyData(**self._common(), data=data[start : start + limit]))
+
+    async def end(self) -> None:
+        await self._send(ReplyEnd(**self._common()))
+        await self._bus.flush()
+
+    async def error(self, error: EpdError) -> None:
+        await self._send(
+            ReplyError(
+                **self._common(),
+                status=error.status,
+                code=error.code,
+                message=error.message,
+                stage=error.stage or "",
+                key=error.key or "",
+                param=error.param or "",
+                retry_after_s=error.retry_after_s or 0.0,
+            )
+        )
+        await self._bus.flush()
+
+    def _common(self) -> dict[str, Any]:
+        seq, self._seq = self._seq, self._seq + 1
+        return {"request_id": self._request_id, "attempt": self._attempt, "seq": seq}
+
+    async def _send(self, frame: ReplyHead | ReplyData | ReplyEnd | ReplyError) -> None:
+        if self._inbox:
+            await self._bus.emit(self._inbox, frame)

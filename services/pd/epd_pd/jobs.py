@@ -1,0 +1,195 @@
+"""What a PD worker does with one job: prepare, wait for embeddings, answer, acknowledge."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections import Counter
+from typing import Any
+
+from epd_common.bus import Bus, Delivery
+from epd_common.engines import AnswerHead, EngineInfo, PdEngine
+from epd_common.errors import BadRequestError, DeadlineError, EpdError, UpstreamError
+from epd_common.ingest import Ingest
+from epd_common.orders import OrderContext
+from epd_common.protocol import GenerateJob, ProtocolError, decode
+from epd_common.store import MediaStore
+from epd_pd.cancels import Cancels
+from epd_pd.frames import FrameWriter
+from epd_pd.readiness import Readiness
+from epd_pd.salvage import writer_for_malformed
+
+logger = logging.getLogger(__name__)
+
+ROUTES = ("/v1/chat/completions", "/v1/completions")
+
+
+class CancelledByRequesterError(EpdError):
+    """The requester cancelled; the frame is for whoever still listens."""
+
+    status = 499
+    default_code = "cancelled"
+
+
+class GenerateHandler:
+    """Handles generate jobs, many at once.
+
+    Args:
+        counters: ``answered``, ``failed``, ``cancelled``, ``expired``, ``malformed``.
+    """
+
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        engine: PdEngine,
+        info: EngineInfo,
+        ingest: Ingest,
+        media: MediaStore,
+        readiness: Readiness,
+        cancels: Cancels,
+        worker: str,
+        counters: Counter[str],
+    ) -> None:
+        self._bus = bus
+        self._engine = engine
+        self._info = info
+        self._ingest = ingest
+        self._media = media
+        self._readiness = readiness
+        self._cancels = cancels
+        self._worker = worker
+        self._counters = counters
+
+    async def handle(self, delivery: Delivery) -> None:
+        """Do one job and settle its delivery."""
+        try:
+            job = decode(delivery.data, GenerateJob)
+        except ProtocolError as error:
+            self._counters["malformed"] += 1
+            logger.error("malformed generate job: %s", error)
+            writer = writer_for_malformed(self._bus, delivery, self._worker)
+            if writer is not None:
+                await writer.error(error)
+            await delivery.give_up(error)
+            return
+        writer = FrameWriter(
+            self._bus,
+            inbox=job.inbox,
+            request_id=job.request_id,
+            attempt=delivery.attempt,
+            worker=self._worker,
+        )
+        async with delivery:
+            await self._until_cancelled(job, delivery, writer)
+
+    async def _until_cancelled(
+        self, job: GenerateJob, delivery: Delivery, writer: FrameWriter
+    ) -> None:
+        with self._cancels.watch(job.request_id) as cancelled:
+            answer = asyncio.ensure_future(self._answer_or_error(job, delivery, writer))
+            try:
+                watch = asyncio.ensure_future(cancelled.wait())
+                await asyncio.wait((answer, watch), return_when=asyncio.FIRST_COMPLETED)
+                watch.cancel()
+                if answer.done():
+                    await answer
+                    return
+            finally:
+                answer.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await answer
+        self._counters["cancelled"] += 1
+        await writer.error(CancelledByRequesterError("the request was cancelled"))
+        await delivery.ack()
+
+    async def _answer_or_error(
+        self, job: GenerateJob, delivery: Delivery, writer: FrameWriter
+    ) -> None:
+        """Every request ends here with its answer or with one error frame (invariant I10)."""
+        fields = {"request_id": job.request_id, "attempt": delivery.attempt}
+        try:
+            await self._answer(job, writer)
+            self._counters["answered"] += 1
+        except EpdError as error:
+            if not self._engine.alive and not delivery.last_attempt:
+                raise  # given back: another worker answers
+            expired = isinstance(error, DeadlineError)
+            self._counters["expired" if expired else "failed"] += 1
+            logger.warning("request failed: %s", error, extra=fields | error.fields())
+            await writer.error(error)
+        # The answer's last frame has reached the server: the job's effect is durable.
+        await delivery.ack()
+
+    async def _answer(self, job: GenerateJob, writer: FrameWriter) -> None:
+        left = job.deadline - time.time() if job.deadline else None
+        if left is not None and left <= 0:
+            raise DeadlineError("the deadline passed in the queue", stage="queue")
+        if job.route not in ROUTES:
+            raise BadRequestError(
+                f"the route {job.route!r} is not served; these are: {', '.join(ROUTES)}",
+                code="unknown_route",
+                param="route",
+            )
+        body = await self._body(job)
+        prepared = await self._ingest.prepare(
+            route=job.route,
+            body=body,
+            fingerprint=self._info.fingerprint,
+            scope=job.scope,
+            special_tokens=self._info.special_tokens,
+            items=job.items,
+        )
+        context = OrderContext(
+            model=job.model,
+            fingerprint=self._info.fingerprint,
+            request_id=job.request_id,
+            deadline=job.deadline,
+            traceparent=job.traceparent,
+        )
+        try:
+            async with (
+                self._readiness.pinned(prepared.items, context) as headers,
+                asyncio.timeout(left),
+            ):
+                await self._stream(job, prepared.body, headers, writer)
+        except TimeoutError:
+            raise DeadlineError(
+                "the deadline passed while the answer was being generated", stage="generate"
+            ) from None
+
+    async def _stream(
+        self, job: GenerateJob, body: dict[str, Any], headers: list[Any], writer: FrameWriter
+    ) -> None:
+        answer = self._engine.answer(job.request_id, job.route, body, headers)
+        async with contextlib.aclosing(answer):
+            async for part in answer:
+                if isinstance(part, AnswerHead):
+                    await writer.head(part.status, part.content_type)
+                else:
+                    await writer.data(part)
+        if not self._engine.alive:
+            raise UpstreamError("the engine died while it answered", stage="generate")
+        await writer.end()
+
+    async def _body(self, job: GenerateJob) -> dict[str, Any]:
+        raw: bytes | None = job.body
+        if job.body_ref:
+            raw = await self._media.get_body(job.body_ref)
+            if raw is None:
+                raise BadRequestError(
+                    "the request's body is no longer in the media store; send it again",
+                    code="body_gone",
+                    stage="generate",
+                )
+        try:
+            body = json.loads(raw or b"")
+        except ValueError as error:
+            raise BadRequestError(f"the body is not JSON: {error}", param="body") from error
+        if not isinstance(body, dict):
+            raise BadRequestError("the body must be a JSON object", param="body")
+        body.setdefault("model", job.model)
+        return body

@@ -1,0 +1,102 @@
+"""Bringing embeddings to this node and pinning them, once for all requests that use them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from epd_common.store import Arena, EmbeddingHeader, EmbeddingStore, IntegrityError
+from epd_common.store.arena import map_embedding
+
+logger = logging.getLogger(__name__)
+
+
+class Pins:
+    """Counts who uses which pinned embedding; the last to let go unpins it.
+
+    Args:
+        arena: This node's arena.
+        remote: Other stores to bring embeddings from, nearest first.
+        fingerprint: Of the engine here; an embedding of another model is no embedding.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        remote: Sequence[EmbeddingStore],
+        *,
+        fingerprint: str,
+        counters: Counter[str],
+    ) -> None:
+        self._arena = arena
+        self._remote = remote
+        self._fingerprint = fingerprint
+        self._counters = counters
+        self._users: Counter[str] = Counter()
+        self._headers: dict[str, EmbeddingHeader] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def take(self, key: str) -> EmbeddingHeader | None:
+        """Pin an embedding and return its header; None if no store has a usable one.
+
+        The caller gives it back with :meth:`release`.
+        """
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        self._users[key] += 1
+        header = None
+        try:
+            async with lock:
+                header = self._headers.get(key) or await self._bring(key)
+        finally:
+            if header is None:
+                self.release(key)
+            else:
+                self._headers[key] = header
+        return header
+
+    def release(self, key: str) -> None:
+        """One user less."""
+        self._users[key] -= 1
+        if self._users[key] > 0:
+            return
+        del self._users[key]
+        self._locks.pop(key, None)
+        if self._headers.pop(key, None) is not None:
+            self._arena.unpin(key)
+
+    async def _bring(self, key: str) -> EmbeddingHeader | None:
+        if (header := await self._pin(key)) is not None:
+            self._counters["arena_hits"] += 1
+            return header
+        for store in self._remote:
+            embedding = await store.get(key)
+            if embedding is None:
+                continue
+            await self._arena.put(embedding)
+            self._counters[f"{store.name}_fetches"] += 1
+            self._counters[f"{store.name}_fetched_bytes"] += embedding.payload.nbytes
+            if (header := await self._pin(key)) is not None:
+                return header
+        return None
+
+    async def _pin(self, key: str) -> EmbeddingHeader | None:
+        """Pin first, then verify: what was verified cannot be evicted in between."""
+        path = self._arena.pin(key)
+        if path is None:
+            return None
+        try:
+            embedding = map_embedding(path)
+            if embedding is None:
+                return None
+            await asyncio.to_thread(embedding.verify)
+            if embedding.header.key != key or embedding.header.fingerprint != self._fingerprint:
+                raise IntegrityError(f"embedding {key} was made for another key or model")
+        except IntegrityError as error:
+            logger.warning("unusable embedding dropped: %s", error, extra={"key": key})
+            self._counters["integrity_faults"] += 1
+            self._arena.unpin(key)
+            await self._arena.delete(key)
+            return None
+        return embedding.header

@@ -1,0 +1,530 @@
+"""The fetcher against real servers on loopback, and against names that lead where nobody may go.
+
+Every fetcher here has its own resolver, and a network that notes each connection and connects to loopback
+alone: a check that is missing shows as an attempt, and never leaves this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ipaddress
+import ssl
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpcore
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from epd_common.errors import BadRequestError, EpdError, TooLargeError
+from epd_gateway.addresses import AllowedHost, is_public, parse_allowed_hosts
+from epd_gateway.fetch import MediaFetcher
+
+PLACE = "messages[0].content[1]"
+BYTES = bytes(range(256)) * 40
+MAX_BYTES = 20_000
+PUBLIC = "93.184.216.34"
+PRIVATE = "10.1.2.3"
+
+
+class Network(httpcore.AsyncNetworkBackend):
+    """Notes where it is asked to connect to; public addresses lead to the server of the test."""
+
+    def __init__(self, port: int) -> None:
+        self._tcp = httpcore.AnyIOBackend()
+        self._port = port
+        self.attempts: list[str] = []
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        self.attempts.append(f"{host}:{port}")
+        if host not in (PUBLIC, "127.0.0.1"):
+            raise httpcore.ConnectError("not in a test")
+        return await self._tcp.connect_tcp("127.0.0.1", self._port, timeout)
+
+
+class Names:
+    """A resolver that knows few names, each with the answers it gives in turn."""
+
+    def __init__(self) -> None:
+        self._known = {
+            "good.example": [[PUBLIC]],
+            "other.example": [[PUBLIC]],
+            "private.example": [[PRIVATE]],
+            "mixed.example": [[PUBLIC, PRIVATE]],
+            "two.example": [["93.184.216.99", PUBLIC]],
+            "rebinding.example": [[PUBLIC], [PRIVATE]],
+            "localhost": [["127.0.0.1"]],
+        }
+        self.asked: list[str] = []
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        self.asked.append(host)
+        try:
+            return [str(ipaddress.ip_address(host))]
+        except ValueError:
+            answers = self._known.get(host, [[]])
+            return answers.pop(0) if len(answers) > 1 else answers[0]
+
+
+def answer(status: str, body: bytes = b"", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode("latin-1") + body
+
+
+class Server:
+    """An HTTP server that answers from a table, and keeps the requests it got."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.requests: list[str] = []
+        self.arrived = asyncio.Event()
+        self.hung_up = asyncio.Event()
+        self.pages: dict[str, bytes] = {
+            "/a.png": answer("200 OK", BYTES, "Content-Type: image/png"),
+            "/cookie": answer("302 Found", b"", "Location: /a.png", "Set-Cookie: a=b"),
+            "/missing": answer("404 Not Found", b"no"),
+            "/error": answer("503 Service Unavailable"),
+            "/gzip": answer("200 OK", b"xx", "Content-Encoding: gzip"),
+            "/claims-much": b"HTTP/1.1 200 OK\r\nContent-Length: 20001\r\n\r\n",
+            "/no-length": b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + BYTES,
+            "/sends-much": b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + BYTES * 2,
+            "/exact": answer("200 OK", b"x" * MAX_BYTES),
+            "/breaks-off": b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nxx",
+            "/not-http": b"220 mail ready\r\n\r\n",
+            "/loop": answer("302 Found", b"", "Location: /loop"),
+            "/nowhere": answer("302 Found"),
+            "/relative": answer("307 Temporary Redirect", b"", "Location: a.png"),
+            "/3": answer("301 Moved", b"", "Location: /2"),
+            "/2": answer("303 See Other", b"", "Location: /1"),
+            "/1": answer("308 Permanent Redirect", b"", "Location: /a.png"),
+            "/4": answer("302 Found", b"", "Location: /3"),
+        }
+
+    def redirect(self, path: str, location: str) -> None:
+        self.pages[path] = answer("302 Found", b"", f"Location: {location}")
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            request = (await reader.readuntil(b"\r\n\r\n")).decode()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return writer.close()
+        self.requests.append(request)
+        self.arrived.set()
+        page = self.pages.get(request.split()[1].partition("?")[0])
+        if page is None:
+            await reader.read()  # Hangs until the client goes away.
+            self.hung_up.set()
+        else:
+            writer.write(page)
+        writer.close()
+
+
+@asynccontextmanager
+async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Server]:
+    server = Server()
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls) as running:
+        server.port = running.sockets[0].getsockname()[1]
+        yield server
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with serving() as running:
+        yield running
+
+
+class Setup:
+    """A fetcher and all that it is made of."""
+
+    def __init__(self, server: Server, allow: str = "", **options: Any) -> None:
+        self.network = Network(server.port)
+        self.names = Names()
+        self.fetcher = MediaFetcher(
+            **{
+                "allowed": parse_allowed_hosts(allow),
+                "max_bytes": MAX_BYTES,
+                "timeout_s": 10.0,
+                "resolver": self.names,
+                "network": self.network,
+                **options,
+            }
+        )
+
+    async def fails(self, url: str, code: str) -> EpdError:
+        async with self.fetcher as fetcher:
+            with pytest.raises(EpdError) as caught:
+                await fetcher.fetch(url, PLACE)
+        error = caught.value
+        assert (error.code, error.param, error.stage) == (code, PLACE, "ingest")
+        assert PLACE in error.message
+        return error
+
+
+# What works.
+
+
+@pytest.mark.parametrize(
+    ("path", "requests"),
+    [("/a.png", 1), ("/no-length", 1), ("/relative", 2), ("/1", 2), ("/3", 4), ("/cookie", 2)],
+)
+async def test_an_allowed_host_is_fetched(server: Server, path: str, requests: int) -> None:
+    setup = Setup(server, "localhost")
+    async with setup.fetcher as fetcher:
+        found = await fetcher.fetch(f"http://localhost:{server.port}{path}", PLACE)
+    assert found.data == BYTES
+    assert len(server.requests) == requests
+    assert all("\ncookie:" not in request.lower() for request in server.requests)
+
+
+async def test_what_is_sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    setup = Setup(server, "good.example:8080")
+    async with setup.fetcher as fetcher:
+        found = await fetcher.fetch(" http://GOOD.example:8080/a.png?x=%20y#part\n", PLACE)
+    assert found.content_type == "image/png"
+    [request] = server.requests
+    assert request.startswith("GET /a.png?x=%20y HTTP/1.1\r\n")
+    assert "host: good.example:8080\r\n" in request.lower()
+    assert "accept-encoding: identity\r\n" in request.lower()
+    assert setup.network.attempts == [f"{PUBLIC}:8080"]
+
+
+async def test_https_of_a_public_host_goes_to_the_checked_address_under_its_name(
+    tmp_path: Path,
+) -> None:
+    serves, trusts = certificate(tmp_path, "good.example")
+    names: list[str | None] = []
+    serves.sni_callback = lambda _socket, name, _context: names.append(name)
+    async with serving(serves) as server:
+        setup = Setup(server, tls=trusts)
+        async with setup.fetcher as fetcher:
+            found = await fetcher.fetch("https://good.example/a.png", PLACE)
+        assert found.data == BYTES
+        assert names == ["good.example"]
+        assert "host: good.example\r\n" in server.requests[0].lower()
+        assert setup.network.attempts == [f"{PUBLIC}:443"]
+        assert setup.names.asked == ["good.example"]
+
+
+async def test_a_certificate_for_another_name_is_not_accepted(tmp_path: Path) -> None:
+    serves, trusts = certificate(tmp_path, "good.example")
+    async with serving(serves) as server:
+        setup = Setup(server, tls=trusts)
+        await setup.fails("https://other.example/a.png", "media_fetch_failed")
+        assert server.requests == []
+
+
+async def test_the_next_address_is_tried(server: Server) -> None:
+    setup = Setup(server, "two.example")
+    async with setup.fetcher as fetcher:
+        await fetcher.fetch("http://two.example/a.png", PLACE)
+    assert setup.network.attempts == ["93.184.216.99:80", f"{PUBLIC}:80"]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://good.example/a.png",
+        "ftp://good.example/a.png",
+        "file:///etc/passwd",
+        "gopher://good.example/",
+        "https://",
+        "https:///a.png",
+        "//good.example/a.png",
+        "a.png",
+        "https://user@good.example/",
+        "https://user:secret@good.example/",
+        "https://good.example:port/",
+        "https://good.example:99999999/",
+        "https://[::1/",
+        "https://good.example/a\nb",
+        "https://good.example/" + "a" * 8192,
+    ],
+)
+async def test_urls_refused_before_a_name_is_resolved(server: Server, url: str) -> None:
+    setup = Setup(server)
+    error = await setup.fails(url, "media_url_refused")
+    assert isinstance(error, BadRequestError)
+    assert "secret" not in error.message
+    assert (setup.names.asked, setup.network.attempts) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "private.example",
+        "mixed.example",
+        "localhost",
+        "127.0.0.1",
+        "10.1.2.3",
+        "169.254.169.254",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "[fd00:ec2::254]",
+        "[64:ff9b::a01:203]",
+    ],
+)
+async def test_hosts_refused_without_a_connection(server: Server, host: str) -> None:
+    setup = Setup(server)
+    error = await setup.fails(f"https://{host}/a.png", "media_url_refused")
+    assert setup.network.attempts == []
+    assert host == PRIVATE or PRIVATE not in error.message
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "https://private.example/a.png",
+        "https://mixed.example/a.png",
+        f"https://{PRIVATE}/a.png",
+        "http://private.example/a.png",
+        "http://good.example:1/a.png",
+        "//private.example/a.png",
+        "file:///etc/passwd",
+        "https://user:secret@other.example/",
+        "https://",
+    ],
+)
+async def test_every_redirect_is_judged(server: Server, location: str) -> None:
+    server.redirect("/start", location)
+    setup = Setup(server, "good.example:80")
+    error = await setup.fails("http://good.example/start", "media_url_refused")
+    assert setup.network.attempts == [f"{PUBLIC}:80"]
+    assert "private" not in error.message and PRIVATE not in error.message
+
+
+async def test_a_name_that_changes_its_address_is_refused(tmp_path: Path) -> None:
+    """The second connection resolves again, and what it finds is judged again."""
+    serves, trusts = certificate(tmp_path, "rebinding.example")
+    async with serving(serves) as tls_server:
+        tls_server.redirect("/start", "https://rebinding.example/a.png")
+        setup = Setup(tls_server, tls=trusts)
+        await setup.fails("https://rebinding.example/start", "media_url_refused")
+    assert setup.names.asked == ["rebinding.example"] * 2
+    assert setup.network.attempts == [f"{PUBLIC}:443"]
+
+
+@pytest.mark.parametrize("path", ["/4", "/loop"])
+async def test_too_many_redirects(server: Server, path: str) -> None:
+    setup = Setup(server, "localhost")
+    await setup.fails(f"http://localhost{path}", "media_url_refused")
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize("allow", ["localhost:1", "example", "good.example.", "xlocalhost"])
+async def test_the_allow_list_is_exact(server: Server, allow: str) -> None:
+    setup = Setup(server, allow)
+    await setup.fails("http://localhost:2/a.png", "media_url_refused")
+    assert setup.network.attempts == []
+
+
+# What fails.
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/missing", "404"),
+        ("/error", "503"),
+        ("/nowhere", "302"),
+        ("/gzip", "compressed"),
+        ("/breaks-off", "broke off"),
+        ("/not-http", "broke off"),
+    ],
+)
+async def test_bad_answers(server: Server, path: str, text: str) -> None:
+    error = await Setup(server, "localhost").fails(f"http://localhost{path}", "media_fetch_failed")
+    assert error.status == 400
+    assert text in error.message and "'localhost'" in error.message
+
+
+@pytest.mark.parametrize("host", ["unknown.example", "93.184.216.99"])
+async def test_hosts_that_cannot_be_reached(server: Server, host: str) -> None:
+    await Setup(server).fails(f"https://{host}/", "media_fetch_failed")
+
+
+@pytest.mark.parametrize("path", ["/claims-much", "/sends-much"])
+async def test_too_large(server: Server, path: str) -> None:
+    error = await Setup(server, "localhost").fails(f"http://localhost{path}", "media_too_large")
+    assert isinstance(error, TooLargeError)
+
+
+async def test_the_size_limit_is_inclusive(server: Server) -> None:
+    async with Setup(server, "localhost").fetcher as fetcher:
+        found = await fetcher.fetch("http://localhost/exact", PLACE)
+    assert len(found.data) == MAX_BYTES
+
+
+async def test_time_is_limited_and_the_server_is_left(server: Server) -> None:
+    setup = Setup(server, "localhost", timeout_s=0.05)
+    error = await setup.fails("http://localhost/hangs", "media_fetch_timeout")
+    assert error.status == 400
+    await asyncio.wait_for(server.hung_up.wait(), 5)
+
+
+async def test_slow_name_resolution_counts(server: Server) -> None:
+    async def never(host: str, port: int) -> list[str]:
+        await asyncio.Event().wait()
+        return []
+
+    setup = Setup(server, timeout_s=0.05, resolver=never)
+    await setup.fails("https://good.example/", "media_fetch_timeout")
+
+
+async def test_cancelling_leaves_the_server(server: Server) -> None:
+    async with Setup(server, "localhost").fetcher as fetcher:
+        fetch = asyncio.ensure_future(fetcher.fetch("http://localhost/hangs", PLACE))
+        await server.arrived.wait()
+        fetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetch
+        await asyncio.wait_for(server.hung_up.wait(), 5)
+
+
+async def test_the_systems_resolver(server: Server) -> None:
+    """Spellings of loopback that only the resolver understands are refused by what they mean."""
+    for host in ("localhost", "2130706433", "0x7f.1", "127.1"):
+        network = Network(server.port)
+        fetcher = MediaFetcher(max_bytes=1, timeout_s=10, network=network)
+        async with fetcher:
+            with pytest.raises(BadRequestError) as caught:
+                await fetcher.fetch(f"https://{host}/", PLACE)
+        assert caught.value.code == "media_url_refused"
+        assert network.attempts == []
+
+
+# Addresses.
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "0.0.0.0",
+        "10.0.0.1",
+        "100.64.0.1",
+        "100.100.100.200",
+        "127.0.0.1",
+        "168.63.129.16",
+        "169.254.169.254",
+        "172.16.0.1",
+        "172.31.255.255",
+        "192.0.0.8",
+        "192.0.2.1",
+        "192.88.99.1",
+        "192.168.1.1",
+        "198.18.0.1",
+        "203.0.113.1",
+        "224.0.0.1",
+        "239.255.255.250",
+        "240.0.0.1",
+        "255.255.255.255",
+        "::",
+        "::1",
+        "::7f00:1",
+        "::ffff:10.0.0.1",
+        "::ffff:169.254.169.254",
+        "64:ff9b::10.0.0.1",
+        "64:ff9b::127.0.0.1",
+        "64:ff9b:1::1.1.1.1",
+        "100::1",
+        "2001:db8::1",
+        "2001::1",
+        "2002:a00:1::1",
+        "2002:7f00:1::",
+        "3fff::1",
+        "5f00::1",
+        "fc00::1",
+        "fd00:ec2::254",
+        "fe80::1",
+        "fe80::1%eth0",
+        "fec0::1",
+        "ff02::1",
+        "ff0e::1",
+    ],
+)
+def test_addresses_that_are_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "1.1.1.1",
+        "8.8.8.8",
+        PUBLIC,
+        "172.32.0.1",
+        "2606:4700::1111",
+        "2a00:1450::1",
+        "::ffff:8.8.8.8",
+        "64:ff9b::8.8.8.8",
+        "2002:808:808::1",
+    ],
+)
+def test_addresses_that_are(address: str) -> None:
+    assert is_public(address)
+
+
+def test_allow_list() -> None:
+    assert parse_allowed_hosts(" a.example, B.example:8080,,[::1]:80 ,10.0.0.1,") == (
+        AllowedHost("a.example"),
+        AllowedHost("b.example", 8080),
+        AllowedHost("::1", 80),
+        AllowedHost("10.0.0.1"),
+    )
+    assert parse_allowed_hosts("") == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["http://a.example", "a.example/path", "a:b", "a:70000", "u@a", ":80", "*.example", "[::1"],
+)
+def test_allow_list_entries_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a host"):
+        parse_allowed_hosts(f"good.example,{text}")
+
+
+def certificate(folder: Path, name: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """TLS settings of a server with a fresh certificate, and of a client that trusts it."""
+    secret = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(secret.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(secret, hashes.SHA256())
+    )
+    pem = folder / "server.pem"
+    pem.write_bytes(
+        secret.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        + signed.public_bytes(serialization.Encoding.PEM)
+    )
+    serves = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serves.load_cert_chain(pem)
+    return serves, ssl.create_default_context(cafile=str(pem))

@@ -1,0 +1,264 @@
+"""Real files of every supported type, whole and broken; sizes are compared with what vLLM's reader does."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import struct
+import threading
+import zlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from PIL import Image, ImageFile, ImageOps
+
+from epd_common.errors import BadRequestError, BusyError, TooLargeError, UnsupportedMediaError
+from epd_common.ingest import IngestLimits, Picture, PictureChecker, pictures
+
+PLACE = "messages[0].content[1]"
+NOISE = Image.effect_noise((40, 24), 100).convert("RGB")
+
+
+def picture(kind: str = "PNG", image: Image.Image = NOISE, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and has one byte of pixels."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        checksum = zlib.crc32(name + content)
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0"))
+        + chunk(b"IEND", b"")
+    )
+
+
+FILES = {
+    "png": picture("PNG"),
+    "jpeg": picture("JPEG"),
+    "jpeg-progressive": picture("JPEG", progressive=True),
+    "webp": picture("WEBP"),
+    "webp-lossless": picture("WEBP", lossless=True),
+    "gif": picture("GIF"),
+    "bmp": picture("BMP"),
+    "tiff": picture("TIFF"),
+}
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[PictureChecker]:
+    async with PictureChecker(IngestLimits(decode_workers=1)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", FILES)
+async def test_whole_files_pass(checker: PictureChecker, name: str) -> None:
+    found = await checker.check(FILES[name], place=PLACE)
+    assert found == Picture(f"image/{name.partition('-')[0]}", 40, 24)
+
+
+@pytest.mark.parametrize("name", FILES)
+async def test_truncated_files_are_refused(checker: PictureChecker, name: str) -> None:
+    whole = FILES[name]
+    for missing in (4, 40, len(whole) // 2):
+        with pytest.raises(BadRequestError, match="truncated or corrupt") as caught:
+            await checker.check(whole[:-missing], place=PLACE)
+        assert (caught.value.code, caught.value.param) == ("invalid_image", PLACE)
+
+
+async def test_truncated_files_are_refused_where_another_library_tolerates_them(
+    checker: PictureChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    cut = FILES["jpeg"][:-40]
+    Image.open(io.BytesIO(cut)).load()
+    with pytest.raises(BadRequestError):
+        await checker.check(cut, place=PLACE)
+
+
+@pytest.mark.parametrize("before_end", [200, 9])
+async def test_a_png_with_a_flipped_bit_is_refused(
+    checker: PictureChecker, before_end: int
+) -> None:
+    """In the pixels, and in their checksum, which Pillow does not read while it loads."""
+    whole = bytearray(FILES["png"])
+    whole[whole.index(b"IEND") + 4 - before_end] ^= 0x10
+    with pytest.raises(BadRequestError) as caught:
+        await checker.check(bytes(whole), place=PLACE)
+    assert caught.value.code == "invalid_image"
+
+
+async def test_a_picture_with_a_turned_half_broken_file_is_refused(checker: PictureChecker) -> None:
+    """vLLM ignores the failure of the turning, and then loads what the first try left behind."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    whole = picture("JPEG", exif=exif)
+    with pytest.raises(BadRequestError):
+        await checker.check(whole[: len(whole) * 3 // 4], place=PLACE)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+async def test_size_is_that_of_the_turned_picture(
+    checker: PictureChecker, kind: str, orientation: int
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = picture(kind, exif=exif)
+    shown = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    found = await checker.check(data, place=PLACE)
+    assert (found.width, found.height) == shown.size
+    assert (found.width > found.height) == (orientation < 5)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+async def test_png_modes(checker: PictureChecker, mode: str) -> None:
+    data = picture("PNG", Image.new(mode, (5, 3)))
+    assert await checker.check(data, place=PLACE) == Picture("image/png", 5, 3)
+
+
+async def test_cmyk_passes(checker: PictureChecker) -> None:
+    data = picture("JPEG", Image.new("CMYK", (5, 3)))
+    assert await checker.check(data, place=PLACE) == Picture("image/jpeg", 5, 3)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+async def test_animations_count_as_their_first_frame(checker: PictureChecker, kind: str) -> None:
+    frames = [Image.effect_noise((30, 20), 100).convert("RGB") for _ in range(3)]
+    data = picture(kind, frames[0], save_all=True, append_images=frames[1:])
+    found = await checker.check(data, place=PLACE)
+    assert (found.width, found.height) == (30, 20)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    ["", "image/png", "IMAGE/JPEG; q=1", "image/x-unknown", "application/octet-stream"],
+)
+async def test_a_wrong_image_type_is_tolerated(checker: PictureChecker, declared: str) -> None:
+    found = await checker.check(FILES["png"], declared=declared, place=PLACE)
+    assert found.content_type == "image/png"
+
+
+@pytest.mark.parametrize(
+    ("data", "declared"),
+    [
+        (FILES["png"], "text/html"),
+        (FILES["png"], "text/html; charset=utf-8"),
+        (FILES["png"], "video/mp4"),
+        (b"<!doctype html><p>not found", ""),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n", "image/png"),
+        (b"\0\0\0 ftypisom", "image/png"),
+        (b"GIF", "image/gif"),
+        (b"", "image/png"),
+    ],
+)
+async def test_what_is_no_picture(checker: PictureChecker, data: bytes, declared: str) -> None:
+    with pytest.raises(UnsupportedMediaError) as caught:
+        await checker.check(data, declared=declared, place=PLACE)
+    assert (caught.value.status, caught.value.param) == (415, PLACE)
+
+
+@pytest.mark.parametrize("head", [entry[:24] for entry in FILES.values()], ids=FILES)
+async def test_garbage_behind_a_good_beginning(checker: PictureChecker, head: bytes) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        await checker.check(head + b"\xa5" * 500, place=PLACE)
+    assert caught.value.code == "invalid_image"
+
+
+@pytest.mark.parametrize("size", [(10_001, 10_000), (100_000, 100_000), (2**31 - 1, 2**31 - 1)])
+async def test_too_many_pixels_are_seen_in_the_header(
+    checker: PictureChecker, size: tuple[int, int]
+) -> None:
+    with pytest.raises(TooLargeError) as caught:
+        await checker.check(png_header(*size), place=PLACE)
+    assert (caught.value.status, caught.value.code) == (413, "too_many_pixels")
+    assert caught.value.param == PLACE
+
+
+async def test_limits_are_inclusive() -> None:
+    data = FILES["png"]
+    exact = IngestLimits(max_media_bytes=len(data), max_pixels=40 * 24)
+    async with PictureChecker(exact) as checker:
+        await checker.check(data, place=PLACE)
+    async with PictureChecker(IngestLimits(max_media_bytes=len(data) - 1)) as checker:
+        with pytest.raises(TooLargeError) as caught:
+            await checker.check(data, place=PLACE)
+    assert caught.value.code == "media_too_large"
+    async with PictureChecker(IngestLimits(max_pixels=40 * 24 - 1)) as checker:
+        with pytest.raises(TooLargeError) as caught:
+            await checker.check(data, place=PLACE)
+    assert caught.value.code == "too_many_pixels"
+
+
+class Blocker:
+    """Stands in for the decode: each call waits in its thread until it is let go."""
+
+    def __init__(self) -> None:
+        self.started = threading.Semaphore(0)
+        self.go = threading.Event()
+
+    def __call__(self, *_: object) -> Picture:
+        self.started.release()
+        assert self.go.wait(10)
+        return Picture("image/png", 1, 1)
+
+
+@pytest.fixture
+def blocker(monkeypatch: pytest.MonkeyPatch) -> Blocker:
+    blocking = Blocker()
+    monkeypatch.setattr(pictures, "_inspect", blocking)
+    return blocking
+
+
+async def test_a_full_queue_is_answered_429(blocker: Blocker) -> None:
+    limits = IngestLimits(decode_workers=1, decode_queue=1)
+    async with PictureChecker(limits) as checker, asyncio.TaskGroup() as group:
+        running = group.create_task(checker.check(FILES["png"], place="a"))
+        await asyncio.to_thread(blocker.started.acquire)
+        waiting = group.create_task(checker.check(FILES["png"], place="b"))
+        await asyncio.sleep(0)
+        with pytest.raises(BusyError) as caught:
+            await checker.check(FILES["png"], place="c")
+        assert caught.value.retry_after_s
+        blocker.go.set()
+        assert await running == await waiting == Picture("image/png", 1, 1)
+
+
+async def test_a_slow_decode_is_given_up_but_keeps_its_slot(blocker: Blocker) -> None:
+    limits = IngestLimits(decode_workers=1, decode_queue=1, decode_timeout_s=0.01)
+    async with PictureChecker(limits) as checker, asyncio.TaskGroup() as group:
+        with pytest.raises(BadRequestError) as caught:
+            await checker.check(FILES["png"], place=PLACE)
+        assert (caught.value.code, caught.value.param) == ("decode_timeout", PLACE)
+        waiting = group.create_task(checker.check(FILES["png"], place="b"))
+        await asyncio.sleep(0)
+        with pytest.raises(BusyError):
+            await checker.check(FILES["png"], place="c")
+        blocker.go.set()
+        assert await waiting == Picture("image/png", 1, 1)
+
+
+async def test_a_cancelled_check_frees_its_slot_when_the_thread_ends(blocker: Blocker) -> None:
+    async with PictureChecker(IngestLimits(decode_workers=1)) as checker:
+        check = asyncio.ensure_future(checker.check(FILES["png"], place=PLACE))
+        await asyncio.to_thread(blocker.started.acquire)
+        check.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await check
+        blocker.go.set()
+        assert await checker.check(FILES["png"], place=PLACE) == Picture("image/png", 1, 1)
+
+
+def test_limits_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="max_items"):
+        IngestLimits(max_items=0)

@@ -16,6 +16,8 @@ from typing import Annotated, TypeVar
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from epd_common.ingest.limits import IngestLimits
+
 PREFIX = "EPD_"
 
 S = TypeVar("S", bound="CommonSettings")
@@ -70,6 +72,21 @@ class CommonSettings(BaseSettings):
     queue_max_jobs: int = Field(
         10_000, ge=1, description="Jobs a queue holds before it answers 429."
     )
+
+
+class IngestSettings(CommonSettings):
+    """What a request's media may cost, for whoever reads requests: the gateway, and PD workers for direct jobs."""
+
+    max_media_bytes: int = Field(32 << 20, ge=1024, description="Bytes of one picture, at most.")
+    max_pixels: int = Field(100_000_000, ge=1, description="Pixels of one picture, at most.")
+    max_items: int = Field(64, ge=1, description="Media items of one request, at most.")
+
+    def ingest_limits(self) -> IngestLimits:
+        return IngestLimits(
+            max_media_bytes=self.max_media_bytes,
+            max_pixels=self.max_pixels,
+            max_items=self.max_items,
+        )
 
 
 class WorkerSettings(CommonSettings):

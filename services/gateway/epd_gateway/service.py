@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from epd_common.bus import Bus, Registry, announce, declare_streams
 from epd_common.bus.micro import micro_service
 from epd_common.errors import UnavailableError
-from epd_common.ingest import Ingest, IngestLimits, PictureChecker
+from epd_common.ingest import Ingest, PictureChecker
 from epd_common.orders import Orders
 from epd_common.protocol import WorkerRecord, WorkerState
 from epd_common.replies import ReplyHub
@@ -80,11 +80,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
 
 
 async def _edge(stack: AsyncExitStack, settings: GatewaySettings, bus: Bus, redis: Redis) -> Edge:
-    limits = IngestLimits(
-        max_media_bytes=settings.max_media_bytes,
-        max_pixels=settings.max_pixels,
-        max_items=settings.max_items,
-    )
+    limits = settings.ingest_limits()
     media = MediaStore(redis, ttl_s=settings.media_ttl_s)
     pictures = await stack.enter_async_context(PictureChecker(limits))
     fetcher = await stack.enter_async_context(

@@ -7,11 +7,11 @@ from typing import Annotated
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
-from epd_common.settings import CommonSettings
-from epd_gateway.addresses import AllowedHost, parse_allow_hosts
+from epd_common.settings import IngestSettings
+from epd_gateway.addresses import AllowedHost, parse_allowed_hosts
 
 
-class GatewaySettings(CommonSettings):
+class GatewaySettings(IngestSettings):
     """Environment of ``epd-gateway``."""
 
     host: str = Field("127.0.0.1", description="Address the HTTP server listens on.")
@@ -21,9 +21,6 @@ class GatewaySettings(CommonSettings):
     max_body_bytes: int = Field(
         64 << 20, ge=1024, description="Bytes of a request's body, at most."
     )
-    max_media_bytes: int = Field(32 << 20, ge=1024, description="Bytes of one picture, at most.")
-    max_pixels: int = Field(100_000_000, ge=1, description="Pixels of one picture, at most.")
-    max_items: int = Field(64, ge=1, description="Media items of one request, at most.")
     deadline_s: float = Field(
         120.0,
         gt=0,
@@ -39,4 +36,4 @@ class GatewaySettings(CommonSettings):
     @field_validator("media_allow_hosts", mode="before")
     @classmethod
     def _parse_hosts(cls, value: object) -> object:
-        return parse_allow_hosts(value) if isinstance(value, str) else value
+        return parse_allowed_hosts(value) if isinstance(value, str) else value

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from epd_common.bus import Bus, JobPuller, declare_consumers, declare_streams
 from epd_common.engines import PdEngine
-from epd_common.ingest import Ingest, IngestLimits, PictureChecker
+from epd_common.ingest import Ingest, PictureChecker
 from epd_common.orders import Orders
 from epd_common.store import (
     Arena,
@@ -67,7 +67,7 @@ class PdService:
             if "redis" in settings.stores:
                 remote.append(RedisEmbeddingStore(redis, ttl_s=settings.embedding_ttl_s))
             orders = Orders(bus, states, media)
-            limits = IngestLimits(max_items=settings.max_items)
+            limits = settings.ingest_limits()
             pictures = await stack.enter_async_context(PictureChecker(limits))
             handler = GenerateHandler(
                 bus=bus,

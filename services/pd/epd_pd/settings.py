@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from epd_common.settings import WorkerSettings
+from epd_common.settings import IngestSettings, WorkerSettings
 
 
-class PdSettings(WorkerSettings):
+class PdSettings(WorkerSettings, IngestSettings):
     """Environment of ``epd-pd``."""
 
     pd_slots: int = Field(
@@ -18,7 +18,6 @@ class PdSettings(WorkerSettings):
     max_num_seqs: int = Field(
         16, ge=1, description="Sequences the engine runs at once, as vLLM's `--max-num-seqs`."
     )
-    max_items: int = Field(64, ge=1, description="Media items of one request, at most.")
     encode_attempts: int = Field(
         3, ge=1, description="Times an item is ordered again when its embedding fails or is lost."
     )

@@ -1,0 +1,222 @@
+"""Everything on one machine: embedded brokers (or given ones) and the services as children."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from epd_cli.brokers import embedded_brokers
+from epd_cli.processes import ServiceProcess
+from epd_common.bus import Bus, Registry, WorkerView
+from epd_common.errors import EpdError
+
+START_TIMEOUT_S = 600.0
+RESTART_DELAY_S = 1.0
+POLL_S = 0.1
+
+Report = Callable[["StackView"], None]
+
+
+class StackError(EpdError):
+    """The stack did not come up; the text holds the end of the log that says why."""
+
+    default_code = "start_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackOptions:
+    """What to start.
+
+    Attributes:
+        model: Path or hub id.
+        nats_url: A NATS that runs already; empty starts one.
+        redis_url: A Valkey or Redis that runs already; empty starts one.
+        environment: More ``EPD_*`` settings for all services.
+    """
+
+    model: str
+    served_model: str = ""
+    encoders: int = 1
+    pds: int = 1
+    port: int = 8000
+    nats_url: str = ""
+    redis_url: str = ""
+    state_dir: Path = Path(".epd")
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StackView:
+    """What a progress display shows: one row a process, with its state and what it does."""
+
+    rows: list[tuple[str, str, str]]
+    elapsed_s: float
+
+
+@dataclass(slots=True)
+class Stack:
+    """A stack that runs."""
+
+    options: StackOptions
+    nats_url: str
+    redis_url: str
+    gateway_url: str
+    models: list[str]
+    services: list[ServiceProcess]
+
+    def write_state(self) -> Path:
+        """Write ``state.json``, which other commands and people's scripts read."""
+        path = self.options.state_dir / "state.json"
+        state = {
+            "gateway_url": self.gateway_url,
+            "nats_url": self.nats_url,
+            "redis_url": self.redis_url,
+            "models": self.models,
+            "processes": [
+                {"role": service.role, "id": service.worker_id, "pid": service.pid}
+                for service in self.services
+            ],
+        }
+        temporary = path.with_suffix(".tmp")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w") as file:  # credentials inside: for this user only
+            json.dump(state, file, indent=1)
+        temporary.replace(path)
+        return path
+
+    async def supervise(self, stop: asyncio.Event, say: Callable[[str], None]) -> None:
+        """Restart services that die, until ``stop`` is set."""
+
+        async def keep(service: ServiceProcess) -> None:
+            while True:
+                code = await service.wait()
+                say(
+                    f"{service.worker_id} ended (exit status {code}); starting it again. "
+                    f"Its log: {service.log_path}"
+                )
+                await asyncio.sleep(RESTART_DELAY_S)
+                await service.start()
+                self.write_state()
+
+        keepers = [asyncio.create_task(keep(s), name=f"keep {s.worker_id}") for s in self.services]
+        try:
+            await stop.wait()
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def run_stack(options: StackOptions, report: Report) -> AsyncIterator[Stack]:
+    """Start everything, wait until it is ready, and stop it at the end of the context.
+
+    Raises:
+        StackError: a service ended or was not ready in time.
+        epd_cli.brokers.BrokerError: a broker did not start.
+    """
+    logs = options.state_dir / "logs"
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state_path = options.state_dir / "state.json"
+    async with contextlib.AsyncExitStack() as stack:
+        report(StackView([("brokers", "starting", "")], 0.0))
+        brokers = await stack.enter_async_context(
+            embedded_brokers(
+                options.state_dir / "brokers",
+                nats=not options.nats_url,
+                redis=not options.redis_url,
+            )
+        )
+        nats_url = options.nats_url or brokers.nats_url
+        redis_url = options.redis_url or brokers.redis_url
+        arena = Path("/dev/shm") / f"epdflow-{os.getpid()}"
+        stack.callback(shutil.rmtree, arena, ignore_errors=True)
+        services = _services(options, nats_url, redis_url, arena, logs)
+        stack.callback(state_path.unlink, missing_ok=True)
+        stack.push_async_callback(_stop_all, services)
+        for service in services:
+            await service.start()
+        bus = await stack.enter_async_context(Bus(nats_url, name="epd up"))
+        registry = await stack.enter_async_context(Registry(bus))
+        await _until_ready(services, registry, report)
+        gateway = next(view.record for view in registry.workers("gateway") if view.ready)
+        running = Stack(options, nats_url, redis_url, gateway.phase, registry.models(), services)
+        running.write_state()
+        yield running
+
+
+def _services(
+    options: StackOptions, nats_url: str, redis_url: str, arena: Path, logs: Path
+) -> list[ServiceProcess]:
+    common = {
+        "EPD_NATS_URL": nats_url,
+        "EPD_REDIS_URL": redis_url,
+        "EPD_MODEL": options.model,
+        "EPD_SERVED_MODEL": options.served_model,
+        "EPD_PORT": str(options.port),
+        "EPD_ARENA_DIR": str(arena),
+        "EPD_STORES": "arena",  # one node
+        **options.environment,
+    }
+    names = [("gateway", "gateway-1")]
+    names += [("encoder", f"encoder-{n}") for n in range(1, options.encoders + 1)]
+    names += [("pd", f"pd-{n}") for n in range(1, options.pds + 1)]
+    return [ServiceProcess(role, name, common, logs / f"{name}.log") for role, name in names]
+
+
+async def _stop_all(services: list[ServiceProcess]) -> None:
+    await asyncio.gather(*(service.stop() for service in services))
+
+
+async def _until_ready(services: list[ServiceProcess], registry: Registry, report: Report) -> None:
+    started = time.monotonic()
+    while True:
+        views = {view.record.worker: view for view in registry.workers()}
+        elapsed_s = time.monotonic() - started
+        rows = [("brokers", "ready", "")]
+        rows += [_row(service, views.get(service.worker_id)) for service in services]
+        report(StackView(rows, elapsed_s))
+        for service in services:
+            if service.returncode is not None:
+                raise StackError(
+                    f"{service.worker_id} ended while it started (exit status "
+                    f"{service.returncode}). The end of its log, {service.log_path}:\n"
+                    f"{service.log_tail()}"
+                )
+        if all(state == "ready" for _, state, _ in rows):
+            return
+        if elapsed_s > START_TIMEOUT_S:
+            late = ", ".join(name for name, state, _ in rows if state != "ready")
+            raise StackError(f"not ready after {START_TIMEOUT_S:g} s: {late}; their logs say more")
+        await asyncio.sleep(POLL_S)
+
+
+def _row(service: ServiceProcess, view: WorkerView | None) -> tuple[str, str, str]:
+    if view is None or view.record.pid != service.pid:
+        return service.worker_id, "starting", "process"
+    return service.worker_id, view.record.state, view.record.phase
+
+
+def read_state(state_dir: Path) -> dict[str, Any]:
+    """What ``epd up`` wrote.
+
+    Raises:
+        StackError: nothing runs there.
+    """
+    path = state_dir / "state.json"
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise StackError(
+            f"nothing runs here ({path} is not there): start it with `epd up`, or name the "
+            "brokers with --nats and --redis"
+        ) from None
+    return state

@@ -253,6 +253,8 @@ down() {
   [[ ! -e $state/ip_forward ]] || cat "$state/ip_forward" >/proc/sys/net/ipv4/ip_forward
   [[ ! -e $state/made_key ]] || rm -f /etc/docker/key.json
   rm -rf "$state" build/wheels
+  rmdir --ignore-fail-on-non-empty build /run/docker/plugins /run/docker /run/containerd/s \
+    /run/containerd /run/runc 2>/dev/null || true
   say "all gone"
 }
 

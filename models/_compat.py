@@ -68,7 +68,7 @@ def _name_vllm() -> None:
 def mend() -> None:
     """Repair this process; call it before anything imports torchvision or vLLM."""
     if "torchvision" not in sys.modules:
-        sys.meta_path.insert(0, _TorchvisionMender())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _TorchvisionMender())
     _name_vllm()
 
 

@@ -120,7 +120,8 @@ def patchify(pictures: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor
     by side, and the grids (pictures, 3).
     """
     stacked = np.stack(pictures).astype(np.float32) / 255.0
-    stacked = (stacked - np.float32(checkpoint.IMAGE_MEAN)) / np.float32(checkpoint.IMAGE_STD)
+    mean, spread = np.array([checkpoint.IMAGE_MEAN, checkpoint.IMAGE_STD], np.float32)
+    stacked = (stacked - mean) / spread
     count, height, width, channels = stacked.shape
     rows, columns = height // PATCH_PX, width // PATCH_PX
     pixels = torch.from_numpy(np.ascontiguousarray(stacked.transpose(0, 3, 1, 2)))

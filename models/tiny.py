@@ -4,7 +4,7 @@ Their answers mean nothing but are a fixed function of the prompt and the pictur
 serving them can be compared token by token. Qwen3-VL brings DeepStack: its image embeddings are
 wider than the hidden size, one more slice for every tapped vision layer.
 
-    python -m models.tiny --arch qwen3_vl --out /tmp/tiny-qwen3-vl
+    python -m models.tiny --arch qwen3_vl --out tiny-qwen3-vl
 """
 
 from __future__ import annotations

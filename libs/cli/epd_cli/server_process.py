@@ -165,6 +165,9 @@ class ServerProcess(ABC):
             await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT_S)
         except TimeoutError:
             await self.kill()
+        except asyncio.CancelledError:  # no time left to wait, and nothing may be left behind
+            self._signal(signal.SIGKILL)
+            raise
 
     async def kill(self) -> None:
         """End the server at once, as a crash would."""

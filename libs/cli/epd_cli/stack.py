@@ -71,6 +71,7 @@ class Stack:
     gateway_url: str
     models: list[str]
     services: list[ServiceProcess]
+    arena: Path
 
     def write_state(self) -> Path:
         """Write ``state.json``, which other commands and people's scripts read."""
@@ -148,7 +149,7 @@ async def run_stack(options: StackOptions, report: Report) -> AsyncIterator[Stac
         registry = await stack.enter_async_context(Registry(bus))
         await _until_ready(services, registry, report)
         gateway = next(view.record for view in registry.workers("gateway") if view.ready)
-        running = Stack(options, nats_url, redis_url, gateway.phase, registry.models(), services)
+        running = Stack(options, nats_url, redis_url, gateway.phase, registry.models(), services, arena)
         running.write_state()
         yield running
 

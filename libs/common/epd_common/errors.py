@@ -105,6 +105,13 @@ class BusyError(EpdError):
     default_code = "overloaded"
 
 
+class RequestCancelledError(EpdError):
+    """Somebody cancelled the request."""
+
+    status = 499
+    default_code = "cancelled"
+
+
 class UpstreamError(EpdError):
     """A stage failed for this request: an encoder gave up, an engine refused."""
 
@@ -137,6 +144,7 @@ ERROR_TYPES: dict[int, type[EpdError]] = {
         TooLargeError,
         UnsupportedMediaError,
         BusyError,
+        RequestCancelledError,
         UpstreamError,
         UnavailableError,
         DeadlineError,

@@ -102,9 +102,14 @@ class Reply:
                         f"unexpected {type(other).__name__} within an answer", stage="generate"
                     )
 
+    @property
+    def given_up(self) -> bool:
+        """Whether no further frame is of use."""
+        return self._failure is not None
+
     def offer(self, frame: ReplyFrame) -> None:
         """Take a frame from the bus; late, doubled and foreign ones are dropped."""
-        if self.finished or self._failure is not None or frame.attempt < self._attempt:
+        if self.finished or self.given_up or frame.attempt < self._attempt:
             return
         if frame.attempt > self._attempt:
             self._begin_attempt(frame.attempt)
@@ -158,9 +163,9 @@ class Reply:
             if self._failure is not None:
                 raise self._failure
             self._arrived.clear()
-            left = self._deadline - time.monotonic()
             try:
-                await asyncio.wait_for(self._arrived.wait(), max(0.0, left))
+                async with asyncio.timeout(self._deadline - time.monotonic()):
+                    await self._arrived.wait()
             except TimeoutError:
                 raise DeadlineError(
                     "the request's deadline passed while it waited for "
@@ -235,9 +240,11 @@ class ReplyHub:
 
     async def _on_frame(self, message: Msg) -> None:
         reply = self._replies.get(message.subject.rpartition(".")[2])
-        if reply is None:
-            return  # the requester has gone
+        if reply is None or reply.given_up:
+            return  # the requester has gone, or waits no longer
         try:
             reply.offer(decode_reply(message.data))
         except ProtocolError as error:
             logger.warning("dropping a frame: %s", error, extra={"request_id": reply.request_id})
+        if reply.given_up:
+            await self.cancel(reply.request_id, "the requester lost the answer")

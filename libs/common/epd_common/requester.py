@@ -25,6 +25,10 @@ from epd_common.store import Claim
 ItemOrigin = Literal["encoded", "shared", "reused"]
 """``encoded`` for this request, ``shared`` with an encode under way, ``reused`` from a store."""
 
+STAGE_MARGIN_S = 0.25
+"""So long before the requester stops to wait the stages do, so that the error which names the stage and
+the key that were waited for still reaches it. A tenth of the time where that is less."""
+
 _ORIGINS: dict[str, ItemOrigin] = {"claimed": "encoded", "pending": "shared", "ready": "reused"}
 
 
@@ -70,6 +74,7 @@ class Requester:
             EpdError: bad input, no worker, a full queue, a broker that is away.
         """
         deadline = time.time() + timeout_s
+        stage_deadline = deadline - min(STAGE_MARGIN_S, timeout_s / 10)
         worker = self.worker_for(body)
         prepared = await self._ingest.prepare(
             route=route,
@@ -89,7 +94,7 @@ class Requester:
                 body=msgspec.json.encode(prepared.body),
                 items=prepared.items,
                 inbox=reply.inbox,
-                deadline=deadline,
+                deadline=stage_deadline,
                 scope=scope,
                 traceparent=traceparent,
             )
@@ -97,7 +102,7 @@ class Requester:
                 model=worker.model,
                 fingerprint=worker.fingerprint,
                 request_id=request_id,
-                deadline=deadline,
+                deadline=stage_deadline,
                 traceparent=traceparent,
             )
             reply.submitted = True

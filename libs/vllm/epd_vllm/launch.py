@@ -21,6 +21,8 @@ _CPU_DEFAULTS = {
     "--max-model-len": "4096",
     "--kv-cache-memory-bytes": str(256 << 20),
     "--enforce-eager": None,
+    "--distributed-executor-backend": "uni",  # the worker in the engine's process: less to load
+    "--worker-cls": "epd_vllm.quiet_worker.QuietCPUWorker",
 }
 
 

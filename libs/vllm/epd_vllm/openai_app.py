@@ -40,8 +40,8 @@ def parse_arguments(arguments: list[str]) -> Namespace:
 class OpenAIApp:
     """The application of one engine."""
 
-    def __init__(self, app: Any) -> None:
-        self._app = app
+    def __init__(self, application: Any) -> None:
+        self.application = application
 
     @classmethod
     async def build(cls, engine: AsyncLLM, arguments: Namespace) -> OpenAIApp:
@@ -72,7 +72,7 @@ class OpenAIApp:
 
         async def run() -> None:
             try:
-                await self._app(_scope(path, body, request_id), receive, send)
+                await self.application(_scope(path, body, request_id), receive, send)
             finally:
                 sent.put_nowait(None)
 

@@ -43,6 +43,8 @@ class Bus:
         self._url = url
         self._name = name
         self._client = Client()
+        self._closing = False
+        self._last_error = ""
         self.js: JetStreamContext = self._client.jetstream()
 
     @property
@@ -53,6 +55,12 @@ class Bus:
     @property
     def connected(self) -> bool:
         return bool(self._client.is_connected)
+
+    @property
+    def reconnects(self) -> int:
+        """How often the connection was made anew. What the server kept for the old one (pulls, watches)
+        may be gone, without a word."""
+        return int(self._client.stats["reconnects"])
 
     @property
     def max_payload_bytes(self) -> int:
@@ -79,8 +87,9 @@ class Bus:
                 CONNECT_TIMEOUT_S,
             )
         except (OSError, TimeoutError, nats.errors.Error) as error:
+            reason = self._last_error or str(error)  # a time-out alone does not say why
             raise UnavailableError(
-                f"cannot connect to NATS at {self.address} ({error or type(error).__name__}): "
+                f"cannot connect to NATS at {self.address} ({reason or type(error).__name__}): "
                 "is the server running, and is EPD_NATS_URL right?",
                 code="nats_unavailable",
             ) from error
@@ -93,12 +102,13 @@ class Bus:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._closing = True
         if self._client.is_connected:
             try:
                 await asyncio.wait_for(self._client.drain(), 5)
                 return
             except (TimeoutError, nats.errors.Error) as error:
-                logger.warning("NATS did not drain: %s", error or type(error).__name__)
+                logger.warning("NATS did not drain: %s", str(error) or type(error).__name__)
         await self._client.close()
 
     @property
@@ -162,10 +172,12 @@ class Bus:
             raise _unavailable(error) from error
 
     async def _on_error(self, error: Exception) -> None:
-        logger.warning("NATS: %s", error or type(error).__name__)
+        self._last_error = str(error) or type(error).__name__
+        logger.warning("NATS: %s", self._last_error)
 
     async def _on_disconnect(self) -> None:
-        logger.warning("NATS: disconnected from %s", self.address)
+        if not self._closing:
+            logger.warning("NATS: disconnected from %s", self.address)
 
     async def _on_reconnect(self) -> None:
         logger.info("NATS: reconnected to %s", self.address)
@@ -181,7 +193,7 @@ def _too_large(size: int, limit: int) -> TooLargeError:
 
 def _unavailable(error: Exception) -> UnavailableError:
     return UnavailableError(
-        f"NATS did not take the message ({error or type(error).__name__}); try again",
+        f"NATS did not take the message ({str(error) or type(error).__name__}); try again",
         code="nats_unavailable",
         retry_after_s=1.0,
     )

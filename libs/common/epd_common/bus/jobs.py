@@ -24,7 +24,7 @@ from nats.aio.subscription import Subscription
 
 from epd_common.bus.connection import Bus
 from epd_common.bus.streams import ACK_WAIT_S, MAX_DELIVERIES, STREAMS
-from epd_common.errors import EpdError, UnavailableError
+from epd_common.errors import EpdError, UnavailableError, UpstreamError
 from epd_common.protocol import subjects
 from epd_common.protocol.codec import encode
 from epd_common.protocol.control import DeadLetter
@@ -79,7 +79,17 @@ class Delivery:
         await self._settle(self._message.ack)
 
     async def retry(self, delay_s: float) -> None:
-        """Give the job back, to be delivered again after a delay."""
+        """Give the job back, to be delivered again after a delay; at its last attempt it is given up."""
+        if self.last_attempt:  # the queue would keep it for ever and deliver it to nobody
+            error = UpstreamError(
+                f"given back at its last attempt, number {self.attempt}",
+                code="attempts_exhausted",
+                stage=self._stage,
+            )
+            try:
+                return await self.give_up(error)
+            except EpdError as failure:
+                logger.error("could not give up a job of %s: %s", self.subject, failure)
         await self._settle(lambda: self._message.nak(delay=delay_s))
 
     async def give_up(self, error: EpdError) -> None:
@@ -147,10 +157,7 @@ class _Lane:
         self.consumer = consumer
         self.inbox = inbox
         self.open_until = 0.0
-
-    @property
-    def open(self) -> bool:
-        return time.monotonic() < self.open_until
+        self.connection = 0
 
 
 class JobPuller:
@@ -191,12 +198,10 @@ class JobPuller:
         for subscription in self._subscriptions:
             with contextlib.suppress(nats.errors.Error):
                 await subscription.unsubscribe()
-        while not self._arrived.empty():
-            _, message = self._arrived.get_nowait()
-            await self._give_back(message)
+        await self._give_back_arrived()
 
     def stop(self) -> None:
-        """Fetch no more; the iteration ends."""
+        """Fetch no more; the iteration ends, and what still arrives is given back."""
         self._stopping = True
         self._changed.set()
 
@@ -217,16 +222,23 @@ class JobPuller:
                 continue
             if self._stopping:
                 await self._give_back(message)
-                return
+                break
             self.busy += 1
             yield Delivery(self._bus, self._stage, self._worker, message)
+        await self._give_back_arrived()
 
     @property
     def _free(self) -> int:
         return self.slots - self.busy
 
     def _may_open(self, lane: _Lane) -> bool:
-        return not lane.open and sum(other.open for other in self._lanes) < self._free
+        if self._stopping or self._is_open(lane):
+            return False
+        return sum(self._is_open(other) for other in self._lanes) < self._free
+
+    def _is_open(self, lane: _Lane) -> bool:
+        """Whether the server may still answer the lane's pull. It forgets pulls of a lost connection."""
+        return time.monotonic() < lane.open_until and lane.connection == self._bus.reconnects
 
     async def _look(self) -> Msg | None:
         """Ask each lane in turn for a job that is there now."""
@@ -246,7 +258,7 @@ class JobPuller:
         for lane in self._lanes:
             if self._may_open(lane):
                 await self._pull(lane, wait_s=wait_s)
-        return await self._next(wait_s)
+        return await self._next(min(wait_s, ANSWER_S))
 
     async def _next(self, timeout_s: float) -> Msg | None:
         """The next job that arrives, or None when a lane says that it has none."""
@@ -279,16 +291,28 @@ class JobPuller:
 
     async def _pull(self, lane: _Lane, *, wait_s: float) -> None:
         request = {"batch": 1, "expires": int(wait_s * 1e9)} if wait_s else _NO_WAIT
-        lane.open_until = time.monotonic() + wait_s + ANSWER_S
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{STREAMS[self._stage]}.{lane.consumer}"
         try:
+            if not self._bus.connected:  # it would be sent later, when nobody counts it as open
+                raise UnavailableError("NATS is disconnected")
             await self._bus.emit_bytes(subject, msgspec.json.encode(request), reply=lane.inbox)
         except UnavailableError as error:
             logger.warning("cannot ask for jobs: %s", error)
             await asyncio.sleep(BACKOFF_S)
+            return
+        lane.open_until = time.monotonic() + wait_s + ANSWER_S
+        lane.connection = self._bus.reconnects
 
     async def _on_message(self, lane: _Lane, message: Msg) -> None:
-        self._arrived.put_nowait((lane, message))
+        if self._stopping:  # an open pull was answered too late; others should not wait for it
+            await self._give_back(message)
+        else:
+            self._arrived.put_nowait((lane, message))
+
+    async def _give_back_arrived(self) -> None:
+        while not self._arrived.empty():
+            _, message = self._arrived.get_nowait()
+            await self._give_back(message)
 
     async def _give_back(self, message: Msg) -> None:
         if message.headers and "Status" in message.headers:

@@ -23,8 +23,12 @@ from epd_common.errors import UnavailableError
 from epd_common.protocol import subjects
 from epd_common.protocol.codec import ProtocolError, decode, encode
 from epd_common.protocol.workers import WorkerRecord
+from epd_common.tasks import end
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Seconds between looks at whether the connection is still the one that the watch was made on."""
 
 
 class WorkerView:
@@ -67,9 +71,7 @@ class Registry:
         traceback: TracebackType | None,
     ) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end(self._task)
 
     def workers(self, role: str | None = None, model: str | None = None) -> list[WorkerView]:
         """All workers known, dead ones included, in the order of their names."""
@@ -94,19 +96,23 @@ class Registry:
             try:
                 bucket = await self._bus.js.key_value(subjects.WORKERS_BUCKET)
                 await self._watch(bucket)
+            except nats.js.errors.BucketNotFoundError:
+                self._first_sync.set()  # no service has declared it yet: nobody is there
             except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-                logger.warning("worker registry: %s; watching again", error or type(error).__name__)
+                logger.warning(
+                    "worker registry: %s; watching again", str(error) or type(error).__name__
+                )
             await asyncio.sleep(0.5)
 
     async def _watch(self, bucket: KeyValue) -> None:
+        connection = self._bus.reconnects
         watcher = await bucket.watchall()
         try:
-            while True:
+            # A server that was started again knows nothing of the watch, and sends nothing.
+            while self._bus.reconnects == connection:
                 try:
-                    entry = await watcher.updates(timeout=5)
+                    entry = await watcher.updates(timeout=LOOK_S)
                 except TimeoutError:
-                    if not self._bus.connected:
-                        return
                     continue
                 if entry is None:  # all that was there has been read
                     self._first_sync.set()
@@ -124,7 +130,14 @@ class Registry:
         except ProtocolError as error:
             logger.warning("worker registry: record %s is unreadable: %s", key, error)
             return
-        self._workers[key] = WorkerView(record)
+        view = WorkerView(record)
+        before = self._workers.get(key)
+        if before is not None and (before.record.beat, before.record.pid) == (
+            record.beat,
+            record.pid,
+        ):
+            view.seen = before.seen  # read again, not beaten again
+        self._workers[key] = view
         for old in [k for k, v in self._workers.items() if time.monotonic() - v.seen > 60]:
             del self._workers[old]
 
@@ -153,18 +166,17 @@ async def announce(
             try:
                 await bucket.put(key, encode(snapshot(number)))
             except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-                logger.warning("heartbeat failed: %s", error or type(error).__name__)
+                logger.warning("heartbeat failed: %s", str(error) or type(error).__name__)
             number += 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), every_s)
+                async with asyncio.timeout(every_s):
+                    await changed.wait()
 
     task = asyncio.create_task(beat(), name="heartbeat")
     try:
         yield changed.set
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await end(task)
         with contextlib.suppress(
             nats.errors.Error, nats.js.errors.Error, TimeoutError, UnavailableError
         ):

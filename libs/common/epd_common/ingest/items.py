@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +126,13 @@ def _check_item(item: Item, named: bool, place: str) -> None:
             f"{place} is of modality {item.modality!r}, which is not served here",
             "modality_not_supported",
         )
+    try:
+        json.dumps(item.processor_args, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):  # MessagePack has more types than JSON
+        raise invalid(
+            f"{place}.processor_args",
+            f"{place}.processor_args holds values that JSON does not have; keys are made from JSON",
+        ) from None
     if (item.media.inline is None) == (not item.media.ref):
         raise invalid(f"{place}.media", f"{place}.media must have either ref or inline")
 

@@ -31,6 +31,9 @@ MESSAGES: tuple[type[Message], ...] = (
 )
 """Every message of the protocol. Nothing outside this list is ever decoded."""
 
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for bytes that anybody may send; the last for arrays nested too deep."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[tuple[type[Message], ...], msgspec.msgpack.Decoder[Message]] = {}
 
@@ -43,7 +46,7 @@ class ProtocolError(BadRequestError):
 
 class _Envelope(msgspec.Struct):
     t: str = ""
-    v: int = 0
+    v: int = VERSION
 
 
 def encode(message: Message) -> bytes:
@@ -65,7 +68,7 @@ def decode(data: bytes, *types: type[M]) -> M:
         decoder = _decoders.setdefault(types, msgspec.msgpack.Decoder(union))
     try:
         message = decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise ProtocolError(_explain(data, types, error)) from error
     if message.v != VERSION:
         raise ProtocolError(_wrong_version(message.v))
@@ -81,7 +84,7 @@ def _explain(data: bytes, types: tuple[type[M], ...], error: Exception) -> str:
     expected = " or ".join(repr(t.__struct_config__.tag) for t in types)
     try:
         envelope = msgspec.msgpack.decode(data, type=_Envelope)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         return f"expected a MessagePack map with 't' and 'v' (message {expected}): {error}"
     if envelope.v != VERSION:
         return _wrong_version(envelope.v)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import logging
 import mmap
 import os
@@ -66,7 +67,7 @@ class Arena:
         self._ownership: int | None = None
         self._lock_path = root / "lock"
         self._quota_bytes = quota_bytes
-        self._counter = 0
+        self._numbers = itertools.count(1)  # a step is atomic, and writers are threads
         self._worker = worker
         self.staging = root / "staging" / worker
         self.pins = root / "pins" / worker
@@ -76,12 +77,13 @@ class Arena:
         for folder in (self._data, self._owners):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock_path.touch()
-        for owner in self._owners.iterdir():
-            if (descriptor := _try_lock(owner)) is not None:
-                self._drop(owner.name)
-                owner.unlink(missing_ok=True)
-                os.close(descriptor)
-        self._ownership = _try_lock(self._owners / self._worker)
+        with self._locked():  # else one that opens now could sweep the lock we are about to take
+            for owner in self._owners.iterdir():
+                if (descriptor := _try_lock(owner)) is not None:
+                    self._drop(owner.name)
+                    owner.unlink(missing_ok=True)
+                    os.close(descriptor)
+            self._ownership = _try_lock(self._owners / self._worker)
         if self._ownership is None:
             raise ArenaInUseError(
                 f"another process uses the arena at {self._root} as worker {self._worker!r}; "
@@ -94,8 +96,9 @@ class Arena:
         """Drop this process's pins and unfinished files."""
         if self._ownership is not None:
             self._drop(self._worker)
-            (self._owners / self._worker).unlink(missing_ok=True)
-            os.close(self._ownership)
+            with self._locked():
+                (self._owners / self._worker).unlink(missing_ok=True)
+                os.close(self._ownership)
             self._ownership = None
 
     def _drop(self, worker: str) -> None:
@@ -122,7 +125,7 @@ class Arena:
         self._path(key).unlink(missing_ok=True)
 
     async def used_bytes(self) -> int:
-        return sum(entry.stat().st_size for entry in self._entries())
+        return sum(stat.st_size for _, stat in self._entries())
 
     # -- files ---------------------------------------------------------------------------------
 
@@ -139,9 +142,9 @@ class Arena:
 
     def pin(self, key: str) -> Path | None:
         """Link a published embedding into this worker's pins; None if it is not there."""
-        pinned = self.pins / key
+        published, pinned = self._path(key), self._pinned(key)
         try:
-            os.link(self._path(key), pinned)
+            os.link(published, pinned)
         except FileExistsError:
             return pinned
         except FileNotFoundError:
@@ -150,20 +153,22 @@ class Arena:
         return pinned
 
     def unpin(self, key: str) -> None:
-        (self.pins / key).unlink(missing_ok=True)
+        self._pinned(key).unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
-        if not is_key(key):  # a key becomes a file name
-            raise ValueError(f"not an embedding key: {key!r}")
-        return self._data / key
+        return self._data / _file_name(key)
 
-    def _entries(self) -> Iterator[os.DirEntry[str]]:
+    def _pinned(self, key: str) -> Path:
+        return self.pins / _file_name(key)
+
+    def _entries(self) -> Iterator[tuple[str, os.stat_result]]:
         with os.scandir(self._data) as entries:
-            yield from entries
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    yield entry.path, entry.stat()
 
     def _write(self, embedding: Embedding) -> None:
-        self._counter += 1
-        temporary = self.staging / f"put-{self._counter}-{embedding.header.key}"
+        temporary = self.staging / f"put-{next(self._numbers)}-{embedding.header.key}"
         try:
             with open(temporary, "wb", buffering=0) as file:
                 file.write(pack_header(embedding.header))
@@ -188,25 +193,26 @@ class Arena:
 
     def _make_room(self, needed_bytes: int) -> None:
         """Evict unpinned embeddings, least recently used first, until ``needed_bytes`` fit."""
-        found = []
-        used = 0
-        for entry in self._entries():
-            stat = entry.stat()
+        free = []
+        used = pinned = 0
+        for path, stat in self._entries():
             used += stat.st_size
             if stat.st_nlink == 1:
-                found.append((stat.st_mtime_ns, stat.st_size, entry.path))
-        for _, size, path in sorted(found):
+                free.append((stat.st_mtime_ns, stat.st_size, path))
+            else:
+                pinned += stat.st_size
+        if pinned + needed_bytes > self._quota_bytes:
+            raise StoreFullError(
+                f"the arena holds {pinned} pinned bytes of {self._quota_bytes}; "
+                f"{needed_bytes} more do not fit; raise EPD_ARENA_BYTES",
+                retry_after_s=1.0,
+            )
+        for _, size, path in sorted(free):
             if used + needed_bytes <= self._quota_bytes:
                 return
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             used -= size
-        if used + needed_bytes > self._quota_bytes:
-            raise StoreFullError(
-                f"the arena holds {used} pinned bytes of {self._quota_bytes}; "
-                f"{needed_bytes} more do not fit; raise EPD_ARENA_BYTES",
-                retry_after_s=1.0,
-            )
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -220,11 +226,19 @@ class Arena:
             embedding = map_embedding(self._path(key))
             if embedding is not None:
                 embedding.verify()
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(self._path(key))
         except IntegrityError as error:
             logger.warning("dropping a damaged embedding: %s", error, extra={"key": key})
             self._path(key).unlink(missing_ok=True)
             return None
         return embedding
+
+
+def _file_name(key: str) -> str:
+    if not is_key(key):  # it must not lead out of its folder
+        raise ValueError(f"not an embedding key: {key!r}")
+    return key
 
 
 def _try_lock(path: Path) -> int | None:

@@ -115,4 +115,5 @@ class MediaStore:
 
 
 def _file_name(file_id: str, scope: str) -> str:
-    return f"{_FILE}{scope}:{file_id}"
+    # With the length in front no id makes the name of another scope's file.
+    return f"{_FILE}{len(scope)}:{scope}:{file_id}"

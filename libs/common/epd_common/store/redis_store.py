@@ -74,7 +74,18 @@ class RedisEmbeddingStore:
 
     async def contains(self, key: str) -> bool:
         with redis_errors():
-            return bool(await self._redis.expire(_head(key), self._ttl_s))
+            head = await self._redis.get(_head(key))
+            if head is None:
+                return False
+            try:
+                size = unpack_header(as_bytes(head)).payload_bytes
+            except IntegrityError:
+                return False
+            names = [_chunk(key, start // CHUNK_BYTES) for start in range(0, size, CHUNK_BYTES)]
+            pipe = self._redis.pipeline(transaction=False)
+            for name in (*names, _head(key)):
+                pipe.expire(name, self._ttl_s)
+            return all(await pipe.execute())
 
     async def delete(self, key: str) -> None:
         """Forget it. Without its header an embedding is not there; its chunks go with their time."""

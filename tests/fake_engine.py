@@ -1,0 +1,223 @@
+"""Engines without a model: the encoder writes a digest of the picture, PD answers with the digests it finds.
+
+So an embedding that is swapped, stale or missing shows as a wrong answer or an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+from epd_common.engines import AnswerHead, EngineInfo, Progress, StagedEmbedding
+from epd_common.errors import BadRequestError, UpstreamError
+from epd_common.ingest.parts import text_of
+from epd_common.store.arena import map_embedding
+from epd_common.store.embedding import EmbeddingHeader, pack_header, payload_checksum
+
+ROWS, WIDTH = 4, 8
+SPECIAL_TOKENS = ("<|image_pad|>", "<|im_start|>")
+MAX_MODEL_LEN = 4096
+
+
+def tag(data: bytes) -> str:
+    """What an answer shows of a picture."""
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def payload(data: bytes) -> bytes:
+    """The embedding of a picture: ``ROWS`` x ``WIDTH`` float16 values that nobody computes with."""
+    return hashlib.sha256(data).digest() * (ROWS * WIDTH * 2 // 32)
+
+
+def header(key: str, data: bytes, fingerprint: str) -> EmbeddingHeader:
+    return EmbeddingHeader(
+        key=key,
+        rows=ROWS,
+        width=WIDTH,
+        dtype="float16",
+        fingerprint=fingerprint,
+        metadata={"image_grid_thw": [1, 4, 4]},
+        checksum=payload_checksum(payload(data)),
+    )
+
+
+def answer_text(text: str, *pictures: bytes) -> str:
+    """The right answer to a request with these pictures before its text."""
+    return " ".join([*(tag(data) for data in pictures), text])
+
+
+def _info(model: str, fingerprint: str) -> EngineInfo:
+    return EngineInfo(
+        model=model,
+        fingerprint=fingerprint,
+        modalities=("image",),
+        max_model_len=MAX_MODEL_LEN,
+        special_tokens=SPECIAL_TOKENS,
+        versions={"fake": "1"},
+    )
+
+
+class FakeEncoderEngine:
+    """Switches: ``gate`` holds every encode while it is clear; ``failures`` fails so many encodes with an
+    ``UpstreamError``; ``refuse`` is a picture that cannot be encoded; ``die`` ends the engine."""
+
+    def __init__(self, model: str, fingerprint: str, staging: Path) -> None:
+        self._info = _info(model, fingerprint)
+        self._staging = staging
+        self._numbers = itertools.count()
+        self._dead = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failures = 0
+        self.refuse: bytes | None = None
+        self.encoded: list[str] = []
+        """Keys whose encode began."""
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead.is_set()
+
+    def die(self) -> None:
+        self._dead.set()
+        self.gate.set()
+
+    async def start(self, progress: Progress) -> EngineInfo:
+        progress("loading nothing")
+        return self._info
+
+    async def encode(
+        self, key: str, data: bytes, modality: str, processor_args: dict[str, Any]
+    ) -> StagedEmbedding:
+        self.encoded.append(key)
+        await self.gate.wait()
+        if not self.alive:
+            raise UpstreamError("the fake encoder is dead", stage="encode", key=key)
+        if data == self.refuse:
+            raise BadRequestError("no vision tower takes this", code="cannot_encode", key=key)
+        if self.failures:
+            self.failures -= 1
+            raise UpstreamError("the fake encoder fails", stage="encode", key=key)
+        head = header(key, data, self._info.fingerprint)
+        path = self._staging / f"{next(self._numbers)}-{key}"
+        path.write_bytes(pack_header(head) + payload(data))
+        return StagedEmbedding(path, head)
+
+    async def stop(self) -> None:
+        self._dead.set()
+
+
+class FakePdEngine:
+    """Answers with the tags of the pinned embeddings in the order of the parts, and the texts.
+
+    Switches: ``gate`` holds answers between their first piece and the rest while it is clear; ``status``
+    makes every answer an error of that status; ``padding`` is put behind every answer; ``crash`` raises
+    something that no engine should; ``die`` ends the engine.
+    """
+
+    def __init__(self, model: str, fingerprint: str, pins: Path) -> None:
+        self._info = _info(model, fingerprint)
+        self._pins = pins
+        self._dead = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.status = 200
+        self.padding = ""
+        self.crash = False
+        self.running: set[str] = set()
+        self.begun: list[str] = []
+        self.closed: list[str] = []
+        """Requests whose generator was closed before its end."""
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead.is_set()
+
+    def die(self) -> None:
+        self._dead.set()
+        self.gate.set()
+
+    async def start(self, progress: Progress) -> EngineInfo:
+        progress("loading nothing")
+        return self._info
+
+    async def answer(
+        self, request_id: str, route: str, body: dict[str, Any], embeddings: list[EmbeddingHeader]
+    ) -> AsyncGenerator[AnswerHead | bytes, None]:
+        self.begun.append(request_id)
+        self.running.add(request_id)
+        done = False
+        try:
+            if self.crash:
+                raise RuntimeError("the fake engine has a bug")
+            if self.status != 200:
+                error = {"error": {"message": "the engine refuses", "code": "engine_says_no"}}
+                yield AnswerHead(self.status, "application/json")
+                yield json.dumps(error).encode()
+            elif body.get("stream"):
+                async for piece in self._stream(route, body, embeddings):
+                    yield piece
+            else:
+                await self._hold()
+                yield AnswerHead(200, "application/json")
+                yield _whole(route, self._words(body, embeddings), body["model"])
+            done = True
+        finally:
+            self.running.discard(request_id)
+            if not done:
+                self.closed.append(request_id)
+
+    async def _stream(
+        self, route: str, body: dict[str, Any], embeddings: list[EmbeddingHeader]
+    ) -> AsyncGenerator[AnswerHead | bytes, None]:
+        yield AnswerHead(200, "text/event-stream; charset=utf-8")
+        yield _event({"object": "chat.completion.chunk", "choices": [{"delta": {"content": ""}}]})
+        await self._hold()
+        for word in self._words(body, embeddings):
+            yield _event({"choices": [{"delta": {"content": word}}]})
+        yield b"data: [DONE]\n\n"
+
+    async def _hold(self) -> None:
+        await self.gate.wait()
+        if not self.alive:
+            raise UpstreamError("the fake engine died", stage="generate")
+
+    def _words(self, body: dict[str, Any], embeddings: list[EmbeddingHeader]) -> list[str]:
+        """Read late, when all was held: an embedding that went away meanwhile is missed."""
+        parts: list[Any] = [body.get("prompt")]
+        for message in body.get("messages", []):
+            content = message["content"]
+            parts.extend(content if isinstance(content, list) else [content])
+        words: list[str] = []
+        for part in parts:
+            if isinstance(part, dict) and part["type"] == "media_ref":
+                words.append(self._tag(embeddings[part["item"]]) + " ")
+            else:
+                words.append(text_of(part))
+        return [*words, self.padding]
+
+    def _tag(self, expected: EmbeddingHeader) -> str:
+        found = map_embedding(self._pins / expected.key)
+        if found is None:
+            raise UpstreamError(f"embedding {expected.key} is not pinned", stage="generate")
+        found.verify()
+        if found.header != expected:
+            raise UpstreamError(f"embedding {expected.key} is another one", stage="generate")
+        return bytes(found.payload[:6]).hex()
+
+    async def stop(self) -> None:
+        self._dead.set()
+
+
+def _whole(route: str, words: list[str], model: str) -> bytes:
+    text = "".join(words)
+    choice = {"text": text} if route == "/v1/completions" else {"message": {"content": text}}
+    return json.dumps({"object": "answer", "model": model, "choices": [choice]}).encode()
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(chunk)}\n\n".encode()

@@ -1,0 +1,129 @@
+"""Real deployments: epdflow on one model, and the same model in a plain vLLM server beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from epd_cli.server_process import dying_with_parent
+from epd_cli.stack import Stack, StackOptions, StackView, run_stack
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL_MODEL = ROOT / "models" / "shapes-qwen2vl"
+START_TIMEOUT_S = 420
+TOOL_ARGUMENTS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Two servers of one model that must answer alike."""
+
+    name: str
+    stack: Stack
+    colocated_url: str
+
+    @property
+    def url(self) -> str:
+        return self.stack.gateway_url
+
+
+class Deployments:
+    """Starts deployments on demand, one model at a time, since each takes memory and minutes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._current: Deployment | None = None
+        self._context = contextlib.AsyncExitStack()
+
+    async def get(self, name: str) -> Deployment:
+        """The running deployment of a model, which replaces that of another."""
+        if self._current is None or self._current.name != name:
+            await self.stop()
+            self._current = await self._start(name)
+        return self._current
+
+    async def stop(self) -> None:
+        self._current = None
+        await self._context.aclose()
+
+    async def _start(self, name: str) -> Deployment:
+        model = await asyncio.to_thread(self._checkpoint, name)
+        options = StackOptions(
+            model=str(model),
+            served_model=name,
+            port=0,
+            state_dir=self._folder / name,
+            environment={"EPD_ENGINE_ARGS": " ".join(TOOL_ARGUMENTS)},
+        )
+        starting = asyncio.ensure_future(
+            self._context.enter_async_context(_colocated(model, name, self._folder))
+        )
+        try:
+            stack = await self._context.enter_async_context(run_stack(options, _printer()))
+            return Deployment(name, stack, await starting)
+        except BaseException:
+            starting.cancel()
+            raise
+
+    def _checkpoint(self, name: str) -> Path:
+        if name == SMALL_MODEL.name:
+            return SMALL_MODEL
+        from epd_vllm.compat import prepare_environment
+
+        prepare_environment()
+        from models import tiny
+
+        folder = self._folder / "models" / name
+        tiny.build(name, folder)
+        return folder
+
+
+def _printer() -> object:
+    seen: set[str] = set()
+
+    def report(view: StackView) -> None:
+        for row in view.rows:
+            line = " ".join(row).strip()
+            if line not in seen:
+                seen.add(line)
+                print(f"[{view.elapsed_s:5.1f} s] {line}", flush=True)
+
+    return report
+
+
+@contextlib.asynccontextmanager
+async def _colocated(model: Path, name: str, folder: Path) -> AsyncIterator[str]:
+    port_file = folder / f"colocated-{name}.port"
+    log_path = folder / f"colocated-{name}.log"
+    program = str(Path(__file__).with_name("colocated.py"))
+    with log_path.open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *dying_with_parent(
+                [sys.executable, program, str(model), name, str(port_file), *TOOL_ARGUMENTS]
+            ),
+            stdout=log,
+            stderr=log,
+            env=dict(os.environ),
+        )
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not port_file.exists():
+                if process.returncode is not None:
+                    raise RuntimeError(
+                        f"the colocated server ended:\n{log_path.read_text()[-3000:]}"
+                    )
+                await asyncio.sleep(0.1)
+        yield f"http://127.0.0.1:{port_file.read_text()}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), 20)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

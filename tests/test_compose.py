@@ -1,0 +1,243 @@
+"""The compose file on a real Docker engine: built, started, asked over HTTP and NATS, taken down.
+
+Needs `docker` with its compose and buildx plugins; `deploy/docker_engine.sh` makes an engine on a
+bare machine. Where there is none, the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import random
+import secrets
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgpack
+import nats
+import pytest
+from models import shapes
+
+DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+PROJECT = "epdflow-test"
+SERVICES = {"gateway", "encoder", "pd", "nats", "valkey"}
+MODEL = "shapes-qwen2vl"
+# The images are built from nothing in about 3 minutes on two cores, and vLLM starts in 1 or 2.
+BUILD_S, START_S = 1200, 420
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_S + START_S + 120)]
+
+
+def compose(
+    *arguments: str, env: dict[str, str], timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    command = ["docker", "compose", "-p", PROJECT, "-f", str(DEPLOY / "docker-compose.yml")]
+    return subprocess.run(
+        [*command, "--env-file", "/dev/null", *arguments],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+@dataclass(frozen=True)
+class Stack:
+    env: dict[str, str]
+    http_url: str
+    nats_url: str
+
+    def run(self, *arguments: str, timeout_s: float = 120) -> str:
+        done = compose(*arguments, env=self.env, timeout_s=timeout_s)
+        assert done.returncode == 0, f"docker compose {arguments}:\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def python(self, service: str, code: str) -> str:
+        return self.run("exec", "-T", service, "python", "-c", code).strip()
+
+
+@pytest.fixture(scope="module")
+def passwords() -> dict[str, str]:
+    names = ("EPD_NATS_PASSWORD", "EPD_REDIS_PASSWORD")
+    return {name: secrets.token_hex(12) for name in names}
+
+
+@pytest.fixture(scope="module")
+def stack(passwords: dict[str, str]) -> Iterator[Stack]:
+    env = {**passwords, "EPD_PORT": "0", "EPD_NATS_PORT": "0"}
+    try:
+        subprocess.run(["docker", "info"], capture_output=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        pytest.skip("no Docker engine answers: see deploy/docker_engine.sh")
+    try:
+        for step in (("build",), ("up", "--detach", "--wait", "--wait-timeout", str(START_S))):
+            done = compose(*step, env=env, timeout_s=BUILD_S)
+            if done.returncode:
+                logs = compose("logs", "--tail", "40", env=env).stdout
+                pytest.fail(f"docker compose {step[0]}:\n{done.stdout}\n{done.stderr}\n{logs}")
+        http = compose("port", "gateway", "8000", env=env).stdout.strip()
+        bus = compose("port", "nats", "4222", env=env).stdout.strip()
+        nats_url = f"nats://epd:{passwords['EPD_NATS_PASSWORD']}@{bus}"
+        yield Stack(env, f"http://{http}", nats_url)
+    finally:
+        compose("down", "--volumes", "--remove-orphans", env=env)
+
+
+def question(seed: int, images: int) -> tuple[list[bytes], shapes.Question]:
+    """Pictures as PNG bytes, and a question about one of them whose answer is known."""
+    rng = random.Random(seed)
+    scenes = [shapes.random_scene(rng) for _ in range(images)]
+    pngs = []
+    for scene in scenes:
+        buffer = io.BytesIO()
+        shapes.draw(scene, 112, 112, rng).save(buffer, "PNG")
+        pngs.append(buffer.getvalue())
+    return pngs, shapes.ask(rng, scenes, "what")
+
+
+def ask_over_http(stack: Stack, seed: int) -> None:
+    pngs, asked = question(seed, 2)
+    parts: list[dict[str, Any]] = [
+        {
+            "type": "image_url",
+            "image_url": {"url": "data:image/png;base64," + base64.b64encode(png).decode()},
+        }
+        for png in pngs
+    ]
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": asked.text}]}],
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    answer = httpx.post(f"{stack.http_url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == asked.answer
+
+
+def test_a_missing_password_is_named_with_what_to_do() -> None:
+    done = compose("config", "--quiet", env={"EPD_NATS_PASSWORD": "x", "EPD_REDIS_PASSWORD": ""})
+    assert done.returncode != 0
+    assert "EPD_REDIS_PASSWORD" in done.stderr
+    assert "copy deploy/.env.example to deploy/.env" in done.stderr
+
+
+def test_the_example_settings_are_complete_and_open_nothing_to_the_network() -> None:
+    lines = (DEPLOY / ".env.example").read_text().splitlines()
+    env = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    done = compose("config", "--format", "json", env=env)
+    assert done.returncode == 0, done.stderr
+    config = json.loads(done.stdout)
+    services = config["services"]
+    assert set(services) == SERVICES | {"nats-volume"}
+    for name, service in services.items():
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["init"], name
+        for port in service.get("ports", ()):
+            assert port["host_ip"] == "127.0.0.1", name
+    assert {name for name in services if services[name].get("ports")} == {"gateway", "nats"}
+    assert config["networks"]["inside"]["internal"]
+    for name in ("encoder", "pd", "valkey"):
+        assert set(services[name]["networks"]) == {"inside"}, name
+
+
+def test_a_multimodal_request_over_http(stack: Stack) -> None:
+    assert httpx.get(f"{stack.http_url}/ready", timeout=10).status_code == 200
+    ask_over_http(stack, seed=1)
+
+
+async def test_a_multimodal_request_over_nats(stack: Stack) -> None:
+    """A job from this machine with nothing but a NATS client and MessagePack."""
+    pngs, asked = question(2, 2)
+    parts = [{"type": "media_ref", "item": place} for place in range(len(pngs))]
+    content = [*parts, {"type": "text", "text": asked.text}]
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    client = await nats.connect(stack.nats_url, allow_reconnect=False)
+    try:
+        inbox = client.new_inbox()
+        frames = await client.subscribe(inbox)
+        job = {
+            "t": "generate",
+            "v": 1,
+            "request_id": uuid.uuid4().hex,
+            "model": MODEL,
+            "body": json.dumps(body).encode(),
+            "items": [
+                {"modality": "image", "media": {"inline": png, "content_type": "image/png"}}
+                for png in pngs
+            ],
+            "inbox": inbox,
+            "deadline": time.time() + 60,
+        }
+        subject = f"epd.v1.generate.{MODEL}.l0.any"
+        await client.jetstream().publish(subject, msgpack.packb(job))
+        data = b""
+        while True:
+            frame = msgpack.unpackb((await frames.next_msg(timeout=60)).data)
+            assert frame["t"] != "error", frame
+            data += frame.get("data", b"")
+            if frame["t"] == "end":
+                break
+    finally:
+        await client.close()
+    assert json.loads(data)["choices"][0]["message"]["content"] == asked.answer
+
+
+def test_nobody_is_root_and_no_root_filesystem_can_be_written(stack: Stack) -> None:
+    for service in sorted(SERVICES):
+        assert stack.run("exec", "-T", service, "id", "-u").strip() != "0", service
+        mounts = stack.run("exec", "-T", service, "cat", "/proc/mounts").splitlines()
+        root = next(fields for line in mounts if (fields := line.split())[1] == "/")
+        assert "ro" in root[3].split(","), service
+
+
+def test_the_gateway_has_no_torch(stack: Stack) -> None:
+    code = "from importlib.util import find_spec as f; print(f('torch'), f('vllm'), f('fastapi'))"
+    assert stack.python("gateway", code).startswith("None None ModuleSpec")
+
+
+def test_encoder_and_pd_share_one_arena_with_hard_links(stack: Stack) -> None:
+    stack.python("encoder", "open('/arena/compose-test', 'w').write('from the encoder')")
+    linked = stack.python(
+        "pd",
+        "import os; os.link('/arena/compose-test', '/arena/compose-pin'); "
+        "os.unlink('/arena/compose-test'); print(open('/arena/compose-pin').read())",
+    )
+    assert linked == "from the encoder"
+    stack.python("encoder", "import os; os.unlink('/arena/compose-pin')")
+
+
+def test_it_answers_again_after_a_broker_restart(stack: Stack) -> None:
+    stack.run("restart", "nats")
+    stack.run("up", "--detach", "--wait", "--wait-timeout", "120", timeout_s=150)
+    give_up = time.monotonic() + 60
+    while httpx.get(f"{stack.http_url}/ready", timeout=10).status_code != 200:
+        assert time.monotonic() < give_up, "not ready 60 s after NATS came back"
+        time.sleep(0.5)
+    ask_over_http(stack, seed=3)
+
+
+def test_down_leaves_nothing(stack: Stack) -> None:
+    started = time.monotonic()
+    stack.run("down", "--volumes", timeout_s=180)
+    assert time.monotonic() - started < 60
+    label = f"label=com.docker.compose.project={PROJECT}"
+    for kind in (["ps", "-a"], ["volume", "ls"], ["network", "ls"]):
+        left = subprocess.run(
+            ["docker", *kind, "-q", "--filter", label], capture_output=True, text=True, check=True
+        )
+        assert left.stdout == "", kind

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models import _compat, shapes
+from epd_vllm.compat import prepare_environment
+from models import shapes
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -67,8 +68,7 @@ def load(model: Path) -> LLM:
     """Start vLLM in this process."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    _compat.mend()
-    _compat.mend_children()
+    prepare_environment()
     from vllm import LLM  # here, not above: it reads the environment when imported
 
     return LLM(

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import transformers
 
-from models import _compat, checkpoint
+from epd_vllm.compat import prepare_environment
+from models import checkpoint
 
 ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl")
 HIDDEN = 128
@@ -40,7 +41,7 @@ def build(arch: str, out: Path, seed: int = 0) -> None:
     """
     if arch not in ARCHITECTURES:
         raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
-    _compat.mend()
+    prepare_environment()
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = checkpoint.make_tokenizer(
         _pseudo_english(), VOCABULARY, checkpoint.chat_template(label_images=False)

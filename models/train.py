@@ -23,7 +23,8 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from models import _compat, checkpoint, conversations, network, shapes
+from epd_vllm.compat import prepare_environment
+from models import checkpoint, conversations, network, shapes
 
 VOCABULARY = 512
 VISION_PATCHES = 2000
@@ -222,7 +223,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000, help="in a language step")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    _compat.mend()
+    prepare_environment()
     torch.set_num_threads(options.threads)
     train(options.out, options.seed, options.vision_steps, options.language_steps, options.tokens)
 

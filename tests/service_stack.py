@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fake_engine import FakeEncoderEngine, FakePdEngine
 from PIL import Image
 
 from epd_common.bus import Bus, Registry
@@ -31,6 +30,7 @@ from epd_gateway.service import serve
 from epd_gateway.settings import GatewaySettings
 from epd_pd.service import PdService
 from epd_pd.settings import PdSettings
+from fake_engine import FakeEncoderEngine, FakePdEngine
 
 BOUND_S = 10.0
 CHAT = "/v1/chat/completions"
@@ -74,7 +74,9 @@ async def eventually(
 class Process:
     """A service's task, which ``stop`` ends the way SIGTERM ends the process."""
 
-    def __init__(self, name: str, run: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self, name: str, run: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+    ) -> None:
         self._stop = asyncio.Event()
         self.task = asyncio.create_task(run(self._stop), name=name)
 

@@ -24,6 +24,7 @@ import httpx
 import msgpack
 import nats
 import pytest
+
 from models import shapes
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"

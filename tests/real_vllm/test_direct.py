@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from deployment import ROOT, Deployment
-from models import shapes
 
 from epd_common.client import CHAT, connect
+from models import shapes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import random
 from typing import Any
 
 import openai
 import pytest
 from deployment import Deployment
+
 from models import shapes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -45,10 +48,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stop": {"stop": [" on"]},
     "seed": {"seed": 5, "temperature": 0.7},
     "logprobs": {"logprobs": True, "top_logprobs": 2},
-    "n": {"n": 2},
+    "n": {"n": 2, "temperature": 0.5, "seed": 3},
     "named tool": {
         "tools": TOOLS,
         "tool_choice": {"type": "function", "function": {"name": "paint"}},
+        "max_tokens": 96,
     },
     "tools offered": {"tools": TOOLS, "tool_choice": "auto"},
     "json schema": {"response_format": SCHEMA},
@@ -90,7 +94,7 @@ async def test_every_option_answers_as_colocated(small: Deployment, variant: str
             answer = await client.chat.completions.create(
                 model=small.name, messages=messages(), **options
             )
-            answers.append(answer.model_dump(exclude={"id", "created"}))
+            answers.append(answer.model_dump(exclude={"id", "created", "system_fingerprint"}))
     ours, theirs = answers
     assert shape(ours) == shape(theirs)
     assert ours["usage"] == theirs["usage"]
@@ -143,8 +147,6 @@ def sync_calls(url: str, model: str) -> tuple[str, str, list[str]]:
 
 
 async def test_sync_client(small: Deployment) -> None:
-    import asyncio
-
     whole, streamed, models = await asyncio.to_thread(sync_calls, small.url, small.name)
     assert whole == streamed
     assert whole.startswith("Image #2 shows")
@@ -158,7 +160,7 @@ async def test_completions(small: Deployment) -> None:
             answer = await client.completions.create(
                 model=small.name, prompt="How many images", max_tokens=6, temperature=0, logprobs=1
             )
-            answers.append(answer.model_dump(exclude={"id", "created"}))
+            answers.append(answer.model_dump(exclude={"id", "created", "system_fingerprint"}))
     assert answers[0] == answers[1]
 
 
@@ -166,7 +168,7 @@ async def test_files_are_encoded_at_upload_and_reused(small: Deployment) -> None
     rng = random.Random(6)
     scene = shapes.random_scene(rng)
     uri = shapes.data_uri(shapes.draw(scene, 140, 84, rng))
-    data = __import__("base64").b64decode(uri.partition(",")[2])
+    data = base64.b64decode(uri.partition(",")[2])
     async with openai.AsyncOpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
         file = await client.files.create(file=("a.png", data), purpose="vision")
         for part in (

@@ -8,11 +8,11 @@ import random
 import pytest
 from answers import ask
 from deployment import Deployment
-from models import shapes
 
 from epd_common.bus import Bus
 from epd_common.health import ask_health
 from epd_common.store import open_redis
+from models import shapes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -149,7 +149,9 @@ async def run_stack(options: StackOptions, report: Report) -> AsyncIterator[Stac
         registry = await stack.enter_async_context(Registry(bus))
         await _until_ready(services, registry, report)
         gateway = next(view.record for view in registry.workers("gateway") if view.ready)
-        running = Stack(options, nats_url, redis_url, gateway.phase, registry.models(), services, arena)
+        running = Stack(
+            options, nats_url, redis_url, gateway.phase, registry.models(), services, arena
+        )
         running.write_state()
         yield running
 

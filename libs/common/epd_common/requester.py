@@ -125,8 +125,8 @@ class Requester:
 
         Raises:
             BadRequestError: the body names no model.
-            NotFoundError: nobody has served that model.
-            UnavailableError: its workers are not ready.
+            NotFoundError: nobody serves that model, and others are served.
+            UnavailableError: its workers are not ready, or there are no workers at all.
         """
         model = body.get("model")
         if not isinstance(model, str) or not model:
@@ -135,13 +135,14 @@ class Requester:
         if ready:
             encoders = {record.fingerprint for record in self._registry.ready("encoder", model)}
             return next((record for record in ready if record.fingerprint in encoders), ready[0])
-        known = [view.record.model for view in self._registry.workers("pd")]
-        if model in known:
+        workers = [view.record for view in self._registry.workers()]
+        known = {record.model for record in workers if record.role != "gateway"}
+        if model in known or not known:
             raise UnavailableError(
                 f"no PD worker of model {model!r} is ready", stage="generate", retry_after_s=5.0
             )
         raise NotFoundError(
-            f"the model {model!r} does not exist; served here: {', '.join(sorted(set(known))) or '-'}",
+            f"the model {model!r} does not exist; served here: {', '.join(sorted(known))}",
             code="model_not_found",
             param="model",
         )

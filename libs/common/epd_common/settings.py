@@ -97,7 +97,6 @@ class WorkerSettings(CommonSettings):
         "", description="Name the model is served under. Default: `EPD_MODEL`."
     )
     revision: str = Field("", description="Revision of the model, part of the fingerprint.")
-    dtype: str = Field("auto", description="Dtype of the engine, as vLLM's `--dtype`.")
     arena_dir: Path = Field(
         Path("/dev/shm/epdflow"), description="Folder of the node's arena, on tmpfs."
     )

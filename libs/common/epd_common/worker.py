@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, Self
 from epd_common.bus import Bus, Delivery, JobPuller, announce
 from epd_common.bus.micro import micro_service
 from epd_common.engines import EngineInfo, Progress
-from epd_common.errors import EpdError, UpstreamError
+from epd_common.errors import EpdError, UnavailableError, UpstreamError
 from epd_common.lifecycle import wait_any
 from epd_common.protocol import WorkerRecord, WorkerState
 from epd_common.settings import WorkerSettings
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE_WATCH_S = 0.5
 GIVE_BACK_DELAY_S = 0.1
+UNEXPECTED_DELAY_S = 1.0
 HEARTBEATS_MISSED = 3
 
 
@@ -53,6 +54,7 @@ class Worker:
         self._phase = ""
         self._info: EngineInfo | None = None
         self._engine: Engine | None = None
+        self._broken = asyncio.Event()
         self._puller: JobPuller | None = None
         self._stack = AsyncExitStack()
         self._beat_now: Callable[[], None] = lambda: None
@@ -106,9 +108,9 @@ class Worker:
         """
         self._puller = puller
         self._set_state("ready")
-        broken = asyncio.Event()
+        broken = self._broken
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(self._watch_engine(broken), name="engine watch")
+            watch = group.create_task(self._watch_engine(), name="engine watch")
             pull = group.create_task(self._pull(puller, handle), name="pull")
             await wait_any(stop, broken)
             self._set_state("failed" if broken.is_set() else "draining")
@@ -141,21 +143,35 @@ class Worker:
         try:
             await handle(delivery)
         except asyncio.CancelledError:
-            await delivery.retry(GIVE_BACK_DELAY_S)  # drained: somebody else does it
+            drained = UnavailableError("the worker was shut down before the job was done")
+            await self._give_back(delivery, drained, GIVE_BACK_DELAY_S)
             raise
         except EpdError as error:
             logger.warning("job given back: %s", error, extra=error.fields())
-            await delivery.retry(GIVE_BACK_DELAY_S)
-        except Exception:
+            await self._give_back(delivery, error, GIVE_BACK_DELAY_S)
+        except Exception as error:
             logger.exception("job failed by an unexpected error; given back")
-            await delivery.retry(1.0)
+            unexpected = EpdError(f"unexpected {type(error).__name__}; the worker's log says more")
+            await self._give_back(delivery, unexpected, UNEXPECTED_DELAY_S)
         finally:
+            if self._engine is not None and not self._engine.alive:
+                self._broken.set()  # at once, so that it takes no further job
             puller.release()
 
-    async def _watch_engine(self, broken: asyncio.Event) -> None:
+    async def _give_back(self, delivery: Delivery, error: EpdError, delay_s: float) -> None:
+        """Have the job done again; after the last attempt the queue would only keep it for ever."""
+        if delivery.last_attempt:
+            try:
+                await delivery.give_up(error)
+                return
+            except EpdError as failure:
+                logger.warning("job could not be given up: %s", failure)
+        await delivery.retry(delay_s)
+
+    async def _watch_engine(self) -> None:
         while self._engine is not None and self._engine.alive:  # noqa: ASYNC110 - vLLM has no event
             await asyncio.sleep(ENGINE_WATCH_S)
-        broken.set()
+        self._broken.set()
 
     def _set_phase(self, phase: str) -> None:
         self._phase = phase

@@ -12,6 +12,7 @@ from epd_common.bus import Bus, Delivery
 from epd_common.engines import EncoderEngine, EngineInfo
 from epd_common.errors import BadRequestError, DeadlineError, EpdError, UpstreamError
 from epd_common.protocol import EmbeddingEvent, EncodeJob, Locator, ProtocolError, decode, subjects
+from epd_common.protocol.keys import is_key
 from epd_common.store import (
     Arena,
     Embedding,
@@ -64,6 +65,8 @@ class EncodeHandler:
         """Do one job and settle its delivery."""
         try:
             job = decode(delivery.data, EncodeJob)
+            if not is_key(job.key):  # it becomes a subject and a file name
+                raise ProtocolError(f"'key' is no embedding key: {job.key[:80]!r}")
         except ProtocolError as error:
             logger.error("malformed encode job: %s", error)
             await delivery.give_up(error)
@@ -73,6 +76,15 @@ class EncodeHandler:
                 event = await self._embedding_for(job, delivery)
             except EpdError as error:
                 await self._failed(job, delivery, error)
+                return
+            except Exception as error:
+                logger.exception("encode failed by an unexpected error")
+                unexpected = UpstreamError(
+                    f"unexpected {type(error).__name__} in the encoder; its log says more",
+                    stage="encode",
+                    key=job.key,
+                )
+                await self._failed(job, delivery, unexpected)
                 return
             # Written and verified; now announced, and only then acknowledged (invariant I2).
             await self._announce(event)
@@ -140,7 +152,7 @@ class EncodeHandler:
         fields = {"key": job.key, "request_id": job.request_id, "attempt": delivery.attempt}
         expired = isinstance(error, DeadlineError)
         permanent = error.status < 500 or expired
-        if not permanent and not delivery.last_attempt and self._engine.alive:
+        if not permanent and not delivery.last_attempt:
             self._counters["retried"] += 1
             logger.warning("encode failed, to be tried again: %s", error, extra=fields)
             await delivery.retry(RETRY_DELAY_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -28,6 +27,7 @@ from epd_common.errors import (
     openai_body,
 )
 from epd_common.ingest import Ingest
+from epd_common.ingest.body import parse_body
 from epd_common.replies import ReplyHub
 from epd_common.requester import Requester
 from epd_common.store import MediaStore
@@ -38,6 +38,9 @@ from epd_gateway.relay import Relay
 from epd_gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
+
+SEND_GRACE_S = 30.0
+"""So long after its deadline a slow client may still read what there is of its answer."""
 
 GENERATE_ROUTES = ("/v1/chat/completions", "/v1/completions")
 
@@ -140,6 +143,7 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
             metrics=edge.metrics,
             route=route,
             started=started,
+            timeout_s=timeout_s + SEND_GRACE_S,
         )
 
     return handler
@@ -168,14 +172,7 @@ async def _json_body(request: Request, limit: int) -> dict[str, Any]:
             f"the request's content type must be application/json, not {content_type[:80]!r}",
             code="unsupported_content_type",
         )
-    raw = await read_body(request, limit)
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise BadRequestError("the body must be a JSON object", code="invalid_json")
-    return body
+    return parse_body(await read_body(request, limit))
 
 
 def _model_card(edge: Edge, name: str) -> dict[str, Any]:

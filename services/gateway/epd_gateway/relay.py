@@ -8,7 +8,6 @@ is an error event and then the end mark.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
@@ -20,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from epd_common.errors import EpdError, openai_body
 from epd_common.protocol import ReplyHead
 from epd_common.requester import SentRequest
+from epd_common.tasks import end
 from epd_gateway.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ class Relay(Response):
     Args:
         send: The request, not yet submitted.
         started: When it arrived, by the monotonic clock.
+        timeout_s: All that sending may take; a client that stops to read is not waited for longer.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class Relay(Response):
         metrics: GatewayMetrics,
         route: str,
         started: float,
+        timeout_s: float,
     ) -> None:
         self._request = send
         self._metrics = metrics
         self._route = route
         self._started = started
+        self._timeout_s = timeout_s
         self._status = CLIENT_GONE
         self.background = None
 
@@ -55,15 +58,17 @@ class Relay(Response):
         relaying = asyncio.ensure_future(self._relay(scope, receive, send))
         watching = asyncio.ensure_future(_client_gone(receive))
         try:
-            await asyncio.wait((relaying, watching), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (relaying, watching),
+                timeout=self._timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
         finally:
-            watching.cancel()
-            if not relaying.done():
-                relaying.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await relaying
+            await end(relaying, watching)
             self._metrics.requests.labels(self._route, self._status).inc()
             self._metrics.duration.labels(self._route).observe(time.monotonic() - self._started)
+        if not relaying.cancelled():
+            relaying.result()
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -25,7 +25,7 @@ class Cancels:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._running: dict[str, asyncio.Event] = {}
+        self._running: dict[str, set[asyncio.Event]] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
         self._subscription: Subscription | None = None
 
@@ -51,16 +51,21 @@ class Cancels:
         cancelled = asyncio.Event()
         if request_id in self._early:
             cancelled.set()
-        self._running[request_id] = cancelled
+        # There can be two: a job is delivered again when its worker was silent for too long.
+        running = self._running.setdefault(request_id, set())
+        running.add(cancelled)
         try:
             yield cancelled
         finally:
-            self._running.pop(request_id, None)
+            running.discard(cancelled)
+            if not running:
+                self._running.pop(request_id, None)
 
     async def _on_cancel(self, message: Msg) -> None:
         request_id = message.subject.rpartition(".")[2]
         if running := self._running.get(request_id):
-            running.set()
+            for cancelled in running:
+                cancelled.set()
             return
         self._early[request_id] = None
         while len(self._early) > REMEMBERED:

@@ -24,6 +24,11 @@ class FrameWriter:
         self._worker = worker
         self._seq = 0
 
+    @property
+    def begun(self) -> bool:
+        """Whether a part of the answer is out; another attempt could not take that back."""
+        return self._seq > 0
+
     async def head(self, status: int, content_type: str) -> None:
         await self._send(
             ReplyHead(

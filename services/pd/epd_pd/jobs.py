@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
+import math
 import time
 from collections import Counter
 from typing import Any
 
 from epd_common.bus import Bus, Delivery
 from epd_common.engines import AnswerHead, EngineInfo, PdEngine
-from epd_common.errors import BadRequestError, DeadlineError, EpdError, UpstreamError
+from epd_common.errors import (
+    BadRequestError,
+    DeadlineError,
+    EpdError,
+    RequestCancelledError,
+    UpstreamError,
+)
 from epd_common.ingest import Ingest
+from epd_common.ingest.body import parse_body
 from epd_common.orders import OrderContext
 from epd_common.protocol import GenerateJob, ProtocolError, decode
 from epd_common.store import MediaStore
+from epd_common.tasks import end
 from epd_pd.cancels import Cancels
 from epd_pd.frames import FrameWriter
 from epd_pd.readiness import Readiness
@@ -25,13 +33,6 @@ from epd_pd.salvage import writer_for_malformed
 logger = logging.getLogger(__name__)
 
 ROUTES = ("/v1/chat/completions", "/v1/completions")
-
-
-class CancelledByRequesterError(EpdError):
-    """The requester cancelled; the frame is for whoever still listens."""
-
-    status = 499
-    default_code = "cancelled"
 
 
 class GenerateHandler:
@@ -68,6 +69,8 @@ class GenerateHandler:
         """Do one job and settle its delivery."""
         try:
             job = decode(delivery.data, GenerateJob)
+            if not math.isfinite(job.deadline):
+                raise ProtocolError("'deadline' must be a finite number")
         except ProtocolError as error:
             self._counters["malformed"] += 1
             logger.error("malformed generate job: %s", error)
@@ -91,19 +94,15 @@ class GenerateHandler:
     ) -> None:
         with self._cancels.watch(job.request_id) as cancelled:
             answer = asyncio.ensure_future(self._answer_or_error(job, delivery, writer))
+            watch = asyncio.ensure_future(cancelled.wait())
             try:
-                watch = asyncio.ensure_future(cancelled.wait())
                 await asyncio.wait((answer, watch), return_when=asyncio.FIRST_COMPLETED)
-                watch.cancel()
-                if answer.done():
-                    await answer
-                    return
             finally:
-                answer.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await answer
+                await end(answer, watch)
+        if not answer.cancelled():
+            return answer.result()
         self._counters["cancelled"] += 1
-        await writer.error(CancelledByRequesterError("the request was cancelled"))
+        await writer.error(RequestCancelledError("the request was cancelled"))
         await delivery.ack()
 
     async def _answer_or_error(
@@ -115,18 +114,28 @@ class GenerateHandler:
             await self._answer(job, writer)
             self._counters["answered"] += 1
         except EpdError as error:
-            if not self._engine.alive and not delivery.last_attempt:
+            if not self._engine.alive and not writer.begun and not delivery.last_attempt:
                 raise  # given back: another worker answers
             expired = isinstance(error, DeadlineError)
             self._counters["expired" if expired else "failed"] += 1
             logger.warning("request failed: %s", error, extra=fields | error.fields())
             await writer.error(error)
+        except Exception:
+            if not writer.begun and not delivery.last_attempt:
+                raise  # given back, with a delay
+            logger.exception("request failed by an unexpected error", extra=fields)
+            self._counters["failed"] += 1
+            unexpected = EpdError(
+                "an unexpected error in the PD worker; its log says more", stage="generate"
+            )
+            await writer.error(unexpected)
+            await delivery.give_up(unexpected)
+            return
         # The answer's last frame has reached the server: the job's effect is durable.
         await delivery.ack()
 
     async def _answer(self, job: GenerateJob, writer: FrameWriter) -> None:
-        left = job.deadline - time.time() if job.deadline else None
-        if left is not None and left <= 0:
+        if job.deadline and time.time() >= job.deadline:
             raise DeadlineError("the deadline passed in the queue", stage="queue")
         if job.route not in ROUTES:
             raise BadRequestError(
@@ -153,7 +162,7 @@ class GenerateHandler:
         try:
             async with (
                 self._readiness.pinned(prepared.items, context) as headers,
-                asyncio.timeout(left),
+                asyncio.timeout(job.deadline - time.time() if job.deadline else None),
             ):
                 await self._stream(job, prepared.body, headers, writer)
         except TimeoutError:
@@ -176,20 +185,16 @@ class GenerateHandler:
         await writer.end()
 
     async def _body(self, job: GenerateJob) -> dict[str, Any]:
-        raw: bytes | None = job.body
+        raw = job.body
         if job.body_ref:
-            raw = await self._media.get_body(job.body_ref)
-            if raw is None:
+            stored = await self._media.get_body(job.body_ref)
+            if stored is None:
                 raise BadRequestError(
                     "the request's body is no longer in the media store; send it again",
                     code="body_gone",
                     stage="generate",
                 )
-        try:
-            body = json.loads(raw or b"")
-        except ValueError as error:
-            raise BadRequestError(f"the body is not JSON: {error}", param="body") from error
-        if not isinstance(body, dict):
-            raise BadRequestError("the body must be a JSON object", param="body")
+            raw = stored
+        body = parse_body(raw)
         body.setdefault("model", job.model)
         return body

@@ -63,8 +63,8 @@ class Pins:
             return
         del self._users[key]
         self._locks.pop(key, None)
-        if self._headers.pop(key, None) is not None:
-            self._arena.unpin(key)
+        self._headers.pop(key, None)
+        self._arena.unpin(key)  # even without a header: one who was cancelled may have pinned it
 
     async def _bring(self, key: str) -> EmbeddingHeader | None:
         if (header := await self._pin(key)) is not None:

@@ -21,6 +21,7 @@ from epd_common.errors import DeadlineError, UpstreamError, from_status
 from epd_common.orders import OrderContext, Orders
 from epd_common.protocol import EmbeddingEvent, Item, ProtocolError, decode, subjects
 from epd_common.store import Claim, EmbeddingHeader
+from epd_common.tasks import end
 from epd_pd.pins import Pins
 
 logger = logging.getLogger(__name__)
@@ -60,19 +61,18 @@ class Readiness:
         Raises:
             EpdError: an item cannot be encoded, or the deadline passed; it names stage and key.
         """
-        waits = [asyncio.ensure_future(self._one(item, context)) for item in items]
+        taken: list[str] = []
+        waits = [asyncio.ensure_future(self._one(item, context, taken)) for item in items]
         try:
             yield list(await asyncio.gather(*waits))
         finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-            for item, wait in zip(items, waits, strict=True):
-                if not wait.cancelled() and wait.exception() is None:
-                    self._pins.release(item.key)
+            await end(*waits)
+            await asyncio.gather(*waits, return_exceptions=True)  # failures after the first
+            for key in taken:
+                self._pins.release(key)
 
-    async def _one(self, item: Item, context: OrderContext) -> EmbeddingHeader:
-        """Wait until one item is pinned."""
+    async def _one(self, item: Item, context: OrderContext, taken: list[str]) -> EmbeddingHeader:
+        """Wait until one item is pinned, and note that in ``taken``."""
         async with self._events(item.key) as events:
             claim = await self._claim(item, context, useless=0)
             orders = 1
@@ -81,6 +81,7 @@ class Readiness:
                 if claim.state == "ready":
                     header = await self._pins.take(item.key)
                     if header is not None:
+                        taken.append(item.key)
                         return header
                     self._counters["lost"] += 1
                 elif claim.state == "failed":
@@ -121,7 +122,8 @@ class Readiness:
                 f"the deadline passed while item {key} was being encoded", stage="encode", key=key
             )
         try:
-            return await asyncio.wait_for(events.get(), min(left, self._recheck_s))
+            async with asyncio.timeout(min(left, self._recheck_s)):
+                return await events.get()
         except TimeoutError:
             return None
 

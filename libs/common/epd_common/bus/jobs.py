@@ -24,7 +24,7 @@ from nats.aio.subscription import Subscription
 
 from epd_common.bus.connection import Bus
 from epd_common.bus.streams import ACK_WAIT_S, MAX_DELIVERIES, STREAMS
-from epd_common.errors import EpdError, UnavailableError, UpstreamError
+from epd_common.errors import EpdError, UnavailableError
 from epd_common.protocol import subjects
 from epd_common.protocol.codec import encode
 from epd_common.protocol.control import DeadLetter
@@ -79,17 +79,7 @@ class Delivery:
         await self._settle(self._message.ack)
 
     async def retry(self, delay_s: float) -> None:
-        """Give the job back, to be delivered again after a delay; at its last attempt it is given up."""
-        if self.last_attempt:  # the queue would keep it for ever and deliver it to nobody
-            error = UpstreamError(
-                f"given back at its last attempt, number {self.attempt}",
-                code="attempts_exhausted",
-                stage=self._stage,
-            )
-            try:
-                return await self.give_up(error)
-            except EpdError as failure:
-                logger.error("could not give up a job of %s: %s", self.subject, failure)
+        """Give the job back, to be delivered again after a delay. Not at the last attempt: see ``give_up``."""
         await self._settle(lambda: self._message.nak(delay=delay_s))
 
     async def give_up(self, error: EpdError) -> None:

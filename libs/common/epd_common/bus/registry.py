@@ -158,6 +158,7 @@ async def announce(
     first = snapshot(0)
     key = subjects.worker_key(first.role, first.worker)
     changed = asyncio.Event()
+    closing = asyncio.Event()
 
     async def beat() -> None:
         number = 0
@@ -167,6 +168,8 @@ async def announce(
                 await bucket.put(key, encode(snapshot(number)))
             except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
                 logger.warning("heartbeat failed: %s", str(error) or type(error).__name__)
+            if closing.is_set():
+                return
             number += 1
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(every_s):
@@ -176,6 +179,7 @@ async def announce(
     try:
         yield changed.set
     finally:
+        closing.set()
         await end(task)
         with contextlib.suppress(
             nats.errors.Error, nats.js.errors.Error, TimeoutError, UnavailableError

@@ -47,6 +47,22 @@ class Extracted:
     parts: list[MediaPart] = field(default_factory=list)
 
 
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """A body from its bytes, which must be strict JSON: what follows writes it anew for the next stage,
+    and a lone surrogate, ``NaN`` or ``Infinity`` could not be written.
+
+    Raises:
+        BadRequestError: ``invalid_json``.
+    """
+    try:
+        body = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid("body", f"the body is not valid JSON: {error}", "invalid_json") from error
+    if not isinstance(body, dict):
+        raise invalid("body", "the body must be a JSON object", "invalid_json")
+    return body
+
+
 def extract(route: str, body: dict[str, Any], *, max_items: int) -> Extracted:
     """Take the media parts, and ``mm_processor_kwargs``, out of a body. ``body`` itself stays as it is.
 

@@ -1,0 +1,231 @@
+"""What gateway, bus and PD service add to the engine: one run, both ways in turn, same engine.
+
+A PD service runs in this process, so that its engine can be called directly (vLLM's OpenAI application
+over ASGI, as the service itself does) between requests that go the whole way: HTTP to the gateway, NATS,
+the service, and back. The embedding of the warm image is pinned for the direct calls.
+
+    python -m bench.overhead [--requests 200] [--model models/shapes-qwen2vl] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from epd_cli.brokers import embedded_brokers
+from epd_cli.processes import ServiceProcess
+from epd_common.bus import Bus, Registry
+from epd_common.client import CHAT
+from epd_common.engines import AnswerHead
+from epd_common.store import EmbeddingHeader
+from epd_common.store.arena import map_embedding
+from epd_pd.service import PdService
+from epd_pd.settings import PdSettings
+from epd_vllm.pd_engine import VllmPdEngine
+from models import shapes
+
+WARM_UP = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """What both ways of asking need."""
+
+    engine: VllmPdEngine
+    pins: Path
+    client: httpx.AsyncClient
+    model: str
+
+
+async def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--model", default="models/shapes-qwen2vl")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    async with rig(arguments.model) as ready:
+        results = {
+            "text only": await measure(ready, text_body(ready.model), arguments.requests),
+            "one warm image": await measure(ready, image_body(ready.model), arguments.requests),
+        }
+    report = {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "date": time.strftime("%Y-%m-%d"),
+        "requests": arguments.requests,
+        "concurrency": 1,
+        "unit": "ms",
+        "results": results,
+    }
+    print(json.dumps(report, indent=1))
+    if arguments.json:
+        await asyncio.to_thread(arguments.json.write_text, json.dumps(report, indent=1))
+    return 0
+
+
+def text_body(model: str) -> dict[str, Any]:
+    return _body(model, [{"type": "text", "text": "How many images are there?"}])
+
+
+def image_body(model: str) -> dict[str, Any]:
+    rng = random.Random(3)
+    uri = shapes.data_uri(shapes.draw(shapes.random_scene(rng), 224, 224, rng))
+    image = {"type": "image_url", "image_url": {"url": uri}}
+    return _body(model, [image, {"type": "text", "text": "What is in image #1?"}])
+
+
+def _body(model: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    return {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0}
+
+
+async def measure(rig: Rig, body: dict[str, Any], requests: int) -> dict[str, Any]:
+    """Both ways in turn; times in ms, and what the whole way adds to the engine alone."""
+
+    async def whole() -> None:
+        response = await rig.client.post(CHAT, json=body)
+        response.raise_for_status()
+
+    await whole()  # encoded once, if it has an image
+    content = body["messages"][0]["content"]
+    published = None
+    if content[0]["type"] == "image_url":
+        data = (rig.pins.parent.parent / "data").iterdir()
+        published = max(data, key=lambda path: path.stat().st_mtime_ns)
+    direct = DirectCall(rig, body, published)
+    times: dict[str, list[float]] = {"direct": [], "whole": []}
+    for number in range(WARM_UP + requests):
+        headers = direct.prepare()
+        calls = {"direct": lambda h=headers: direct.call(h), "whole": whole}
+        for name, call in calls.items():
+            started = time.perf_counter()
+            await call()
+            if number >= WARM_UP:
+                times[name].append((time.perf_counter() - started) * 1e3)
+        if number % 50 == 0:
+            print(f"  {number} of {WARM_UP + requests}", file=sys.stderr)
+    shown = {name: _quantiles(values) for name, values in times.items()}
+    added = {q: round(shown["whole"][q] - shown["direct"][q], 2) for q in ("p50", "p99")}
+    return shown | {"added": added}
+
+
+@dataclass(slots=True)
+class DirectCall:
+    """Calls the engine alone, with the image's embedding pinned as the service would have it."""
+
+    rig: Rig
+    body: dict[str, Any]
+    published: Path | None
+    number: int = 0
+
+    def prepare(self) -> list[EmbeddingHeader]:
+        """Pin the embedding, which the service unpins after each request of its own; not timed."""
+        if self.published is None:
+            return []
+        pinned = self.rig.pins / self.published.name
+        pinned.unlink(missing_ok=True)
+        pinned.hardlink_to(self.published)
+        embedding = map_embedding(pinned)
+        assert embedding is not None
+        return [embedding.header]
+
+    async def call(self, headers: list[EmbeddingHeader]) -> None:
+        self.number += 1
+        content = list(self.body["messages"][0]["content"])
+        if headers:
+            content[0] = {"type": "media_ref", "item": 0}
+        body = self.body | {"messages": [{"role": "user", "content": content}]}
+        answer = self.rig.engine.answer(f"direct-{self.number}", CHAT, body, headers)
+        async with contextlib.aclosing(answer):
+            async for part in answer:
+                if isinstance(part, AnswerHead) and part.status != 200:
+                    raise RuntimeError(f"the engine answered {part.status}")
+
+
+def _quantiles(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "p50": round(statistics.median(ordered), 2),
+        "p99": round(ordered[int(0.99 * (len(ordered) - 1))], 2),
+        "mean": round(statistics.fmean(ordered), 2),
+    }
+
+
+@contextlib.asynccontextmanager
+async def rig(model: str) -> AsyncIterator[Rig]:
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-bench-")))
+        arena = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-", dir="/dev/shm"))
+        )
+        brokers = await stack.enter_async_context(embedded_brokers(folder / "brokers"))
+        name = Path(model).name
+        environment = {
+            "EPD_NATS_URL": brokers.nats_url,
+            "EPD_REDIS_URL": brokers.redis_url,
+            "EPD_MODEL": model,
+            "EPD_SERVED_MODEL": name,
+            "EPD_PORT": "0",
+            "EPD_ARENA_DIR": str(arena),
+            "EPD_STORES": "arena",
+            "EPD_NODE": "bench",
+        }
+        for role in ("gateway", "encoder"):
+            service = ServiceProcess(role, f"{role}-1", environment, folder / f"{role}.log")
+            stack.push_async_callback(service.stop)
+            await service.start()
+        os.environ.update(environment)
+        settings = PdSettings(worker_id="pd-1")
+        engines: list[VllmPdEngine] = []
+
+        def make_engine(pins: Path) -> VllmPdEngine:
+            engine = VllmPdEngine(
+                model=model,
+                served=name,
+                revision="",
+                pins=pins,
+                max_batch=settings.max_num_seqs,
+                max_items=settings.max_items,
+            )
+            engines.append(engine)
+            return engine
+
+        stop = asyncio.Event()
+        serving = asyncio.create_task(PdService(settings, make_engine).run(stop), name="pd")
+        stack.push_async_callback(_end, stop, serving)
+        bus = await stack.enter_async_context(Bus(brokers.nats_url, name="bench"))
+        registry = await stack.enter_async_context(Registry(bus))
+        print("loading the engines", file=sys.stderr)
+        async with asyncio.timeout(600):
+            while sum(view.ready for view in registry.workers()) < 3:
+                if serving.done():
+                    await serving
+                await asyncio.sleep(0.2)
+        url = next(view.record.phase for view in registry.workers("gateway"))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+        yield Rig(engines[0], arena / "pins" / "pd-1", client, name)
+
+
+async def _end(stop: asyncio.Event, serving: asyncio.Task[None]) -> None:
+    stop.set()
+    await serving
+
+
+if __name__ == "__main__":
+    import uvloop
+
+    sys.exit(uvloop.run(main()))

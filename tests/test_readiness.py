@@ -1,0 +1,510 @@
+"""Waiting for embeddings (invariant I1), with the event forced into each place where it could be lost.
+
+The slow re-check is set so slow that only the tests which are about it can pass by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from epd_common.bus import Bus
+from epd_common.errors import BadRequestError, DeadlineError, EpdError, UpstreamError
+from epd_common.orders import OrderContext, Orders
+from epd_common.protocol import EmbeddingEvent, Item, Media, subjects
+from epd_common.protocol.keys import digest, embedding_key
+from epd_common.store import (
+    Arena,
+    Claim,
+    Embedding,
+    EmbeddingHeader,
+    KeyStates,
+    MediaStore,
+    RedisEmbeddingStore,
+    open_redis,
+)
+from epd_pd.pins import Pins
+from epd_pd.readiness import Readiness
+from fake_engine import header, payload
+from service_stack import eventually
+
+NEVER_S = 60.0
+BOUND_S = 5.0
+ATTEMPTS = 3
+
+Hook = Callable[[], Awaitable[None]]
+
+
+class HookedOrders(Orders):
+    """Runs one hook before and one after the next look at the state; notes what it would publish."""
+
+    def __init__(self, bus: Bus, states: KeyStates, media: MediaStore) -> None:
+        super().__init__(bus, states, media)
+        self.before: list[Hook] = []
+        self.after: list[Hook] = []
+        self.claims: list[Claim] = []
+        self.ordered: list[int] = []
+        """Epochs of the encode jobs."""
+        self.encoder: Callable[[int], Awaitable[None]] | None = None
+
+    async def claim(
+        self, items: Sequence[Item], *, useless: Mapping[str, int] | None = None
+    ) -> list[Claim]:
+        if self.before:
+            await self.before.pop(0)()
+        claims = await super().claim(items, useless=useless)
+        self.claims.extend(claims)
+        if self.after:
+            await self.after.pop(0)()
+        return claims
+
+    async def publish_encodes(
+        self, items: Sequence[Item], claims: Sequence[Claim], context: OrderContext
+    ) -> None:
+        for claim in claims:
+            self.ordered.append(claim.epoch)
+            if self.encoder is not None:
+                await self.encoder(claim.epoch)
+
+
+class House:
+    """A PD worker's side of readiness, and an encoder at the other end of another connection."""
+
+    def __init__(self, bus: Bus, encoder_bus: Bus, redis: Redis, arena: Arena) -> None:
+        self.bus = bus
+        self.encoder_bus = encoder_bus
+        self.arena = arena
+        self.redis = redis
+        self.fingerprint = secrets.token_hex(32)
+        self.data = secrets.token_bytes(32)
+        self.key = embedding_key(media_digest=digest(self.data), fingerprint=self.fingerprint)
+        self.states = KeyStates(redis, lease_s=30.0, ready_ttl_s=60.0)
+        self.orders = HookedOrders(bus, self.states, MediaStore(redis, ttl_s=60))
+        self.counters: Counter[str] = Counter()
+        self.store = RedisEmbeddingStore(redis, ttl_s=60)
+        self.pins = Pins(arena, [self.store], fingerprint=self.fingerprint, counters=self.counters)
+
+    @property
+    def item(self) -> Item:
+        return Item(media=Media(ref=digest(self.data)), key=self.key, digest=digest(self.data))
+
+    @property
+    def pinned(self) -> list[str]:
+        return [path.name for path in self.arena.pins.iterdir()]
+
+    @contextlib.asynccontextmanager
+    async def wait(
+        self, *, recheck_s: float = NEVER_S, deadline_s: float = 0.0, items: int = 1
+    ) -> AsyncIterator[list[EmbeddingHeader]]:
+        readiness = Readiness(
+            self.bus,
+            self.orders,
+            self.pins,
+            attempts=ATTEMPTS,
+            recheck_s=recheck_s,
+            counters=self.counters,
+        )
+        deadline = time.time() + deadline_s if deadline_s else 0.0
+        context = OrderContext("m", self.fingerprint, "request-1", deadline=deadline)
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout(BOUND_S):
+                headers = await stack.enter_async_context(
+                    readiness.pinned([self.item] * items, context)
+                )
+            yield headers
+
+    async def until_right(self, **how: Any) -> None:
+        """Wait, look at what was pinned, and let go."""
+        async with self.wait(**how) as headers:
+            assert headers == [header(self.key, self.data, self.fingerprint)]
+            assert self.pinned == [self.key]
+        assert self.pinned == []
+
+    # -- the encoder -----------------------------------------------------------------------------
+
+    async def write(self) -> None:
+        head = header(self.key, self.data, self.fingerprint)
+        await self.arena.put(Embedding(head, memoryview(payload(self.data))))
+
+    async def record(self, epoch: int) -> bool:
+        return await self.states.finish(self.event(epoch))
+
+    async def announce(self, event: EmbeddingEvent) -> None:
+        """Publish, and return when PD's connection has handed it out."""
+        await self.encoder_bus.emit(subjects.ready_subject(event.key), event)
+        await self.encoder_bus.flush()
+        await self.bus.flush()
+
+    async def encode(self, epoch: int) -> None:
+        await self.write()
+        await self.record(epoch)
+        await self.announce(self.event(epoch))
+
+    def event(self, epoch: int) -> EmbeddingEvent:
+        return EmbeddingEvent(key=self.key, epoch=epoch, state="ready")
+
+    def failure(self, epoch: int, status: int, code: str = "broken") -> EmbeddingEvent:
+        return EmbeddingEvent(
+            key=self.key, epoch=epoch, state="failed", status=status, code=code, reason="no luck"
+        )
+
+    async def fail(self, epoch: int, status: int, code: str = "broken") -> None:
+        event = self.failure(epoch, status, code)
+        await self.states.finish(event)
+        await self.announce(event)
+
+    async def claimed_elsewhere(self) -> int:
+        """Another process has the encode under way."""
+        (claim,) = await self.states.claim([self.key])
+        assert claim.state == "claimed"
+        return claim.epoch
+
+
+@pytest.fixture
+async def house(nats_url: str, redis_url: str, tmp_path: Path) -> AsyncIterator[House]:
+    async with (
+        Bus(nats_url, name="pd side") as bus,
+        Bus(nats_url, name="encoder side") as encoder_bus,
+        open_redis(redis_url) as redis,
+    ):
+        arena = Arena(tmp_path / "arena", quota_bytes=1 << 20, worker="pd")
+        arena.open()
+        yield House(bus, encoder_bus, redis, arena)
+        arena.close()
+
+
+async def test_event_before_the_subscription(house: House) -> None:
+    await house.encode(await house.claimed_elsewhere())
+    await house.until_right()
+    assert house.orders.ordered == []
+
+
+async def test_event_between_subscribing_and_looking(house: House) -> None:
+    epoch = await house.claimed_elsewhere()
+    house.orders.before.append(lambda: house.encode(epoch))
+    await house.until_right()
+    assert [claim.state for claim in house.orders.claims] == ["ready"]
+
+
+async def test_event_between_looking_and_waiting(house: House) -> None:
+    epoch = await house.claimed_elsewhere()
+    house.orders.after.append(lambda: house.encode(epoch))
+    await house.until_right()
+    assert [claim.state for claim in house.orders.claims] == ["pending"]
+
+
+async def test_event_while_waiting(house: House) -> None:
+    epoch = await house.claimed_elsewhere()
+    looked = asyncio.Event()
+
+    async def note() -> None:
+        looked.set()
+
+    house.orders.after.append(note)
+    waiting = asyncio.create_task(house.until_right())
+    await looked.wait()
+    await house.encode(epoch)
+    await waiting
+
+
+async def test_event_that_never_comes(house: House) -> None:
+    epoch = await house.claimed_elsewhere()
+
+    async def only_the_state() -> None:
+        await house.write()
+        await house.record(epoch)
+
+    house.orders.after.append(only_the_state)
+    await house.until_right(recheck_s=0.05)
+    assert [claim.state for claim in house.orders.claims] == ["pending", "ready"]
+
+
+async def test_an_encoder_that_vanished_is_replaced_when_its_lease_is_over(house: House) -> None:
+    house.orders._states = KeyStates(house.redis, lease_s=0.2, ready_ttl_s=60.0)
+    lost = (await house.orders._states.claim([house.key]))[0].epoch
+    house.orders.encoder = house.encode
+    await house.until_right(recheck_s=0.05)
+    assert len(house.orders.ordered) == 1
+    assert house.orders.ordered[0] > lost
+
+
+async def test_nobody_else_encodes_so_it_is_ordered_here(house: House) -> None:
+    house.orders.encoder = house.encode
+    await house.until_right()
+    assert len(house.orders.ordered) == 1
+
+
+async def test_embedding_evicted_everywhere_is_encoded_again(house: House) -> None:
+    epoch = await house.claimed_elsewhere()
+    await house.record(epoch)  # ready, says the state, and no store has it
+    house.orders.encoder = house.encode
+    await house.until_right()
+    assert len(house.orders.ordered) == 1
+    assert house.orders.ordered[0] > epoch
+    assert (house.counters["lost"], house.counters["reordered"]) == (1, 1)
+
+
+async def test_two_requests_that_miss_the_same_embedding_order_it_once(house: House) -> None:
+    await house.record(await house.claimed_elsewhere())
+    both = asyncio.Barrier(2)
+
+    async def encode_when_both_looked(epoch: int) -> None:
+        await eventually(lambda: len(house.orders.claims) == 4, "both looked twice")
+        await house.encode(epoch)
+
+    house.orders.encoder = encode_when_both_looked
+
+    async def one() -> None:
+        async with house.wait() as headers:
+            assert headers[0].key == house.key
+            await both.wait()
+
+    await asyncio.gather(one(), one())
+    assert len(house.orders.ordered) == 1
+    assert house.pinned == []
+
+
+async def test_embedding_that_is_lost_each_time_ends_the_request(house: House) -> None:
+    async def encode_nothing(epoch: int) -> None:
+        await house.record(epoch)
+        await house.announce(house.event(epoch))
+
+    house.orders.encoder = encode_nothing
+    with pytest.raises(UpstreamError, match=house.key) as caught:
+        await house.until_right()
+    assert (caught.value.code, caught.value.stage) == ("encode_failed", "encode")
+    assert caught.value.key == house.key
+    assert len(house.orders.ordered) == ATTEMPTS
+    assert house.pinned == []
+
+
+async def test_damaged_embedding_is_encoded_again(house: House) -> None:
+    epoch = await house.claimed_elsewhere()
+    await house.encode(epoch)
+    published = house.arena.pins.parent.parent / "data" / house.key
+    raw = bytearray(published.read_bytes())
+    raw[-1] ^= 1
+    published.write_bytes(raw)
+    house.orders.encoder = house.encode
+    await house.until_right()
+    assert house.counters["integrity_faults"] == 1
+    assert len(house.orders.ordered) == 1
+
+
+async def test_embedding_of_another_model_is_not_used(house: House) -> None:
+    epoch = await house.claimed_elsewhere()
+    head = header(house.key, house.data, "0" * 64)
+    await house.arena.put(Embedding(head, memoryview(payload(house.data))))
+    await house.record(epoch)
+    house.orders.encoder = house.encode
+    await house.until_right()
+    assert house.counters["integrity_faults"] == 1
+
+
+async def test_a_failure_of_the_encoder_is_tried_again(house: House) -> None:
+    tries: list[int] = []
+
+    async def fail_first(epoch: int) -> None:
+        tries.append(epoch)
+        await (house.fail(epoch, 502) if len(tries) == 1 else house.encode(epoch))
+
+    house.orders.encoder = fail_first
+    await house.until_right()
+    assert len(tries) == 2
+
+
+async def test_an_encoder_that_always_fails_ends_the_request(house: House) -> None:
+    async def fail(epoch: int) -> None:
+        await house.fail(epoch, 502)
+
+    house.orders.encoder = fail
+    with pytest.raises(UpstreamError, match="no luck") as caught:
+        await house.until_right()
+    assert (caught.value.stage, caught.value.key) == ("encode", house.key)
+    assert len(house.orders.ordered) == ATTEMPTS
+
+
+@pytest.mark.parametrize("told_by", ["event", "state"])
+async def test_bytes_that_cannot_be_encoded_are_an_error_at_once(
+    house: House, told_by: str
+) -> None:
+    epoch = await house.claimed_elsewhere()
+
+    async def refuse() -> None:
+        await house.fail(epoch, 400, "cannot_encode")
+
+    (house.orders.after if told_by == "event" else house.orders.before).append(refuse)
+    with pytest.raises(BadRequestError, match="no luck") as caught:
+        await house.until_right()
+    assert (caught.value.code, caught.value.stage) == ("cannot_encode", "encode")
+    assert caught.value.key == house.key
+    assert house.orders.ordered == []
+
+
+async def test_deadline_names_stage_and_key(house: House) -> None:
+    await house.claimed_elsewhere()
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match=house.key) as caught:
+        await house.until_right(deadline_s=0.2)
+    assert 0.1 < time.monotonic() - started < 2.0
+    assert (caught.value.stage, caught.value.key) == ("encode", house.key)
+    assert house.pinned == []
+
+
+@pytest.mark.parametrize("state", ["ready", "failed"])
+async def test_late_event_of_an_older_epoch_changes_nothing(house: House, state: str) -> None:
+    older = await house.claimed_elsewhere()
+    await house.record(older)
+    (newer,) = await house.states.claim([house.key], useless={house.key: older})
+    assert newer.state == "claimed"
+    late = house.event(older) if state == "ready" else house.failure(older, 400)
+
+    async def late_then_new() -> None:
+        assert not await house.states.finish(late)
+        await house.announce(late)
+
+    async def then_new() -> None:
+        await house.encode(newer.epoch)
+
+    # The late event makes it look again, which finds the newer epoch still pending.
+    house.orders.after.extend([late_then_new, then_new])
+    await house.until_right()
+    assert [claim.state for claim in house.orders.claims] == ["pending", "pending"]
+    assert house.counters["lost"] == 0
+
+
+@pytest.mark.parametrize("junk", [b"", b"\x81\xa1t\xa5other", b"\xc1", b"\x00" * 100])
+async def test_junk_on_the_subject_of_events_is_dropped(house: House, junk: bytes) -> None:
+    epoch = await house.claimed_elsewhere()
+
+    async def junk_then_encode() -> None:
+        await house.encoder_bus.emit_bytes(subjects.ready_subject(house.key), junk)
+        await house.encode(epoch)
+
+    house.orders.after.append(junk_then_encode)
+    await house.until_right()
+
+
+async def test_an_event_that_names_another_key_is_dropped(house: House) -> None:
+    epoch = await house.claimed_elsewhere()
+
+    async def other_then_encode() -> None:
+        other = EmbeddingEvent(key="0" * 64, epoch=epoch, state="failed", status=400)
+        await house.encoder_bus.emit(subjects.ready_subject(house.key), other)
+        await house.encode(epoch)
+
+    house.orders.after.append(other_then_encode)
+    await house.until_right()
+
+
+async def test_embedding_comes_from_another_node(house: House) -> None:
+    epoch = await house.claimed_elsewhere()
+    head = header(house.key, house.data, house.fingerprint)
+    await house.store.put(Embedding(head, memoryview(payload(house.data))))
+    await house.record(epoch)
+    await house.until_right()
+    assert house.counters["redis_fetches"] == 1
+
+
+async def test_a_pin_lives_until_its_last_user_lets_go(house: House) -> None:
+    await house.encode(await house.claimed_elsewhere())
+    async with house.wait():
+        async with house.wait():
+            await house.arena.delete(house.key)  # an eviction does not pull it away
+        assert house.pinned == [house.key]
+    assert house.pinned == []
+
+
+async def test_failure_of_one_item_releases_the_others(house: House) -> None:
+    await house.encode(await house.claimed_elsewhere())
+    good = house.item
+    bad = Item(media=Media(ref="f" * 64), key="f" * 64, digest="f" * 64)
+    refused = EmbeddingEvent(key=bad.key, epoch=1 << 50, state="failed", status=400, reason="bad")
+    await house.states.claim([bad.key])
+    readiness = Readiness(
+        house.bus,
+        house.orders,
+        house.pins,
+        attempts=ATTEMPTS,
+        recheck_s=NEVER_S,
+        counters=house.counters,
+    )
+
+    async def refuse_when_pinned() -> None:
+        await eventually(lambda: house.pinned == [house.key], "the good one is pinned")
+        await house.announce(refused)
+
+    refusing = asyncio.create_task(refuse_when_pinned())
+    with pytest.raises(EpdError, match="bad"):
+        async with readiness.pinned([good, bad], OrderContext("m", house.fingerprint, "r")):
+            pytest.fail("must not begin")
+    await refusing
+    assert house.pinned == []
+
+
+@pytest.mark.parametrize("moment", ["looking", "waiting", "verifying", "leaving"])
+async def test_a_cancelled_request_leaves_no_pin(
+    house: House, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled wherever it may be: also between pinning and the end of its wait."""
+    reached = asyncio.Event()
+    blocked: Hook
+
+    async def block(*_: object) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def note() -> None:
+        reached.set()
+
+    epoch = await house.claimed_elsewhere()
+    if moment == "waiting":
+        house.orders.after.append(note)
+    else:
+        await house.encode(epoch)
+    if moment == "looking":
+        house.orders.before.append(block)
+    if moment == "verifying":
+        monkeypatch.setattr("epd_pd.pins.asyncio.to_thread", block)
+    if moment == "leaving":
+        monkeypatch.setattr("nats.aio.subscription.Subscription.unsubscribe", block)
+    waiting = asyncio.create_task(house.until_right())
+    await reached.wait()
+    waiting.cancel()
+    await asyncio.wait((waiting,), timeout=BOUND_S)
+    assert waiting.cancelled()
+    assert house.pinned == []
+    monkeypatch.undo()
+    if moment == "waiting":
+        await house.encode(epoch)
+    await house.until_right()  # and the next one is served
+
+
+async def test_a_cancel_that_meets_the_event_is_not_lost(house: House) -> None:
+    """``asyncio.wait_for`` of Python 3.11 would swallow it and wait on."""
+    epoch = await house.claimed_elsewhere()
+    looked = asyncio.Event()
+
+    async def note() -> None:
+        looked.set()
+
+    house.orders.after.append(note)
+    waiting = asyncio.create_task(house.until_right())
+    await looked.wait()
+    late = house.event(epoch - 1)  # of no use, so that a lost cancel would mean to wait on
+    await house.encoder_bus.emit(subjects.ready_subject(house.key), late)
+    await house.encoder_bus.flush()
+    waiting.cancel()
+    await asyncio.wait((waiting,), timeout=2.0)
+    assert waiting.cancelled()
+    assert house.pinned == []

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -21,11 +22,12 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from epd_cli.brokers import embedded_brokers
 from epd_cli.processes import ServiceProcess
@@ -102,16 +104,13 @@ async def measure(rig: Rig, body: dict[str, Any], requests: int) -> dict[str, An
 
     await whole()  # encoded once, if it has an image
     content = body["messages"][0]["content"]
-    published = None
+    direct = DirectCall(rig, body)
     if content[0]["type"] == "image_url":
         data = (rig.pins.parent.parent / "data").iterdir()
-        published = max(data, key=lambda path: path.stat().st_mtime_ns)
-    direct = DirectCall(rig, body, published)
+        direct.pin(max(data, key=lambda path: path.stat().st_mtime_ns))
     times: dict[str, list[float]] = {"direct": [], "whole": []}
     for number in range(WARM_UP + requests):
-        headers = direct.prepare()
-        calls = {"direct": lambda h=headers: direct.call(h), "whole": whole}
-        for name, call in calls.items():
+        for name, call in (("direct", direct.call), ("whole", whole)):
             started = time.perf_counter()
             await call()
             if number >= WARM_UP:
@@ -125,31 +124,31 @@ async def measure(rig: Rig, body: dict[str, Any], requests: int) -> dict[str, An
 
 @dataclass(slots=True)
 class DirectCall:
-    """Calls the engine alone, with the image's embedding pinned as the service would have it."""
+    """Calls the engine alone, with the image's embedding pinned under a key of its own.
+
+    The service unpins its key after each request; under the same key the two ways would disturb each other.
+    """
 
     rig: Rig
     body: dict[str, Any]
-    published: Path | None
+    headers: list[EmbeddingHeader] = field(default_factory=list)
     number: int = 0
 
-    def prepare(self) -> list[EmbeddingHeader]:
-        """Pin the embedding, which the service unpins after each request of its own; not timed."""
-        if self.published is None:
-            return []
-        pinned = self.rig.pins / self.published.name
-        pinned.unlink(missing_ok=True)
-        pinned.hardlink_to(self.published)
+    def pin(self, published: Path) -> None:
+        key = hashlib.sha256(published.name.encode()).hexdigest()
+        pinned = self.rig.pins / key
+        pinned.hardlink_to(published)
         embedding = map_embedding(pinned)
         assert embedding is not None
-        return [embedding.header]
+        self.headers = [msgspec.structs.replace(embedding.header, key=key)]
 
-    async def call(self, headers: list[EmbeddingHeader]) -> None:
+    async def call(self) -> None:
         self.number += 1
         content = list(self.body["messages"][0]["content"])
-        if headers:
+        if self.headers:
             content[0] = {"type": "media_ref", "item": 0}
         body = self.body | {"messages": [{"role": "user", "content": content}]}
-        answer = self.rig.engine.answer(f"direct-{self.number}", CHAT, body, headers)
+        answer = self.rig.engine.answer(f"direct-{self.number}", CHAT, body, self.headers)
         async with contextlib.aclosing(answer):
             async for part in answer:
                 if isinstance(part, AnswerHead) and part.status != 200:

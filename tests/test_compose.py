@@ -144,7 +144,7 @@ def test_the_example_settings_are_complete_and_open_nothing_to_the_network() -> 
         assert service["cap_drop"] == ["ALL"], name
         assert service["init"], name
         for port in service.get("ports", ()):
-            assert port["host_ip"] == "127.0.0.1", name
+            assert port.get("host_ip") == "127.0.0.1", name
     assert {name for name in services if services[name].get("ports")} == {"gateway", "nats"}
     assert config["networks"]["inside"]["internal"]
     for name in ("encoder", "pd", "valkey"):

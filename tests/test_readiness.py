@@ -258,6 +258,11 @@ async def test_two_requests_that_miss_the_same_embedding_order_it_once(house: Ho
     await house.record(await house.claimed_elsewhere())
     both = asyncio.Barrier(2)
 
+    async def meet() -> None:
+        await both.wait()
+
+    house.orders.after.extend([meet, meet])  # both saw "ready" before either orders
+
     async def encode_when_both_looked(epoch: int) -> None:
         await eventually(lambda: len(house.orders.claims) == 4, "both looked twice")
         await house.encode(epoch)
@@ -267,7 +272,7 @@ async def test_two_requests_that_miss_the_same_embedding_order_it_once(house: Ho
     async def one() -> None:
         async with house.wait() as headers:
             assert headers[0].key == house.key
-            await both.wait()
+            await meet()
 
     await asyncio.gather(one(), one())
     assert len(house.orders.ordered) == 1
@@ -458,7 +463,6 @@ async def test_a_cancelled_request_leaves_no_pin(
 ) -> None:
     """Cancelled wherever it may be: also between pinning and the end of its wait."""
     reached = asyncio.Event()
-    blocked: Hook
 
     async def block(*_: object) -> None:
         reached.set()

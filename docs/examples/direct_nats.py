@@ -14,11 +14,15 @@ import re
 import secrets
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import nats
 from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js.errors import NoKeysError
 
 MAX_INLINE_BYTES = 512 * 1024
 
@@ -35,11 +39,9 @@ def lane(items: int) -> str:
 
 def generate_job(
     *, model: str, text: str, pictures: list[bytes], inbox: str, timeout_s: float
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The message. A raw item has its bytes and nothing else; the worker does the rest."""
-    parts: list[dict[str, object]] = [
-        {"type": "media_ref", "item": n} for n in range(len(pictures))
-    ]
+    parts: list[dict[str, Any]] = [{"type": "media_ref", "item": n} for n in range(len(pictures))]
     parts.append({"type": "text", "text": text})
     body = {
         "model": model,
@@ -66,18 +68,21 @@ async def ready_models(client: Client) -> list[str]:
     bucket = await client.jetstream().key_value("epd_workers")
     try:
         names = [name for name in await bucket.keys() if name.startswith("pd.")]
-    except nats.js.errors.NoKeysError:
+    except NoKeysError:
         return []
     records = [msgpack.unpackb((await bucket.get(name)).value) for name in names]
     return sorted({record["model"] for record in records if record["state"] == "ready"})
 
 
-async def frames(subscription, request_id: str, timeout_s: float):  # noqa: ANN001, ANN201
+async def frames(
+    inbox: asyncio.Queue[Msg], request_id: str, timeout_s: float
+) -> AsyncIterator[dict[str, Any]]:
     """The frames of one reply in order: head, data, ..., end or error."""
-    give_up = time.monotonic() + timeout_s
+    give_up = asyncio.get_running_loop().time() + timeout_s
     attempt = expected = 0
     while True:
-        message = await subscription.next_msg(timeout=max(0.01, give_up - time.monotonic()))
+        async with asyncio.timeout_at(give_up):
+            message = await inbox.get()
         frame = msgpack.unpackb(message.data)
         if frame["v"] != 1 or frame["request_id"] != request_id or frame["attempt"] < attempt:
             continue  # of another version or request, or from a worker that was given up
@@ -107,7 +112,9 @@ async def ask(
 ) -> int:
     """Publish the job and print its answer; the exit status."""
     inbox = client.new_inbox()
-    subscription = await client.subscribe(inbox)  # before the job, or its first frames are missed
+    arrived: asyncio.Queue[Msg] = asyncio.Queue()
+    # Before the job, or its first frames are missed.
+    subscription = await client.subscribe(inbox, cb=arrived.put)
     job = generate_job(model=model, text=text, pictures=pictures, inbox=inbox, timeout_s=timeout_s)
     request_id = str(job["request_id"])
     done = False
@@ -118,7 +125,7 @@ async def ask(
             headers={"Nats-Msg-Id": f"generate-{request_id}"},
         )
         status, rest = 0, b""
-        async for frame in frames(subscription, request_id, timeout_s):
+        async for frame in frames(arrived, request_id, timeout_s + 2):
             if frame["t"] == "head":
                 status = frame["status"]
             elif frame["t"] == "data" and status == 200:
@@ -165,7 +172,7 @@ async def main() -> int:
                 return 1
             model = models[0]
         return await ask(client, model, options.text, pictures, options.timeout)
-    except nats.errors.TimeoutError:
+    except TimeoutError:
         print(f"no answer within {options.timeout} s", file=sys.stderr)
         return 1
     finally:

@@ -28,7 +28,7 @@ from epd_common.tasks import end
 from epd_pd.cancels import Cancels
 from epd_pd.frames import FrameWriter
 from epd_pd.readiness import Readiness
-from epd_pd.salvage import writer_for_malformed
+from epd_pd.salvage import is_inbox, writer_for_malformed
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ class GenerateHandler:
             job = decode(delivery.data, GenerateJob)
             if not math.isfinite(job.deadline):
                 raise ProtocolError("'deadline' must be a finite number")
+            if job.inbox and not is_inbox(job.inbox):
+                raise ProtocolError("'inbox' must be a subject without wildcards")
         except ProtocolError as error:
             self._counters["malformed"] += 1
             logger.error("malformed generate job: %s", error)
@@ -93,14 +95,15 @@ class GenerateHandler:
         self, job: GenerateJob, delivery: Delivery, writer: FrameWriter
     ) -> None:
         with self._cancels.watch(job.request_id) as cancelled:
-            answer = asyncio.ensure_future(self._answer_or_error(job, delivery, writer))
-            watch = asyncio.ensure_future(cancelled.wait())
-            try:
-                await asyncio.wait((answer, watch), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                await end(answer, watch)
-        if not answer.cancelled():
-            return answer.result()
+            if not cancelled.is_set():
+                answer = asyncio.ensure_future(self._answer_or_error(job, delivery, writer))
+                watch = asyncio.ensure_future(cancelled.wait())
+                try:
+                    await asyncio.wait((answer, watch), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    await end(answer, watch)
+                if not answer.cancelled():
+                    return answer.result()
         self._counters["cancelled"] += 1
         await writer.error(RequestCancelledError("the request was cancelled"))
         await delivery.ack()

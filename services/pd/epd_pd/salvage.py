@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from epd_common.bus import Bus, Delivery
 from epd_pd.frames import FrameWriter
 
+_SUBJECT = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
+
 
 class _Address(msgspec.Struct):
     inbox: str
     request_id: str = ""
+
+
+def is_inbox(subject: str) -> bool:
+    """Whether one can publish to it."""
+    return _SUBJECT.fullmatch(subject) is not None
 
 
 def writer_for_malformed(bus: Bus, delivery: Delivery, worker: str) -> FrameWriter | None:
@@ -19,7 +28,7 @@ def writer_for_malformed(bus: Bus, delivery: Delivery, worker: str) -> FrameWrit
         address = msgspec.msgpack.decode(delivery.data, type=_Address)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    if not address.inbox or any(mark in address.inbox for mark in " \t\r\n*>"):
+    if not is_inbox(address.inbox):
         return None
     return FrameWriter(
         bus,

@@ -1,0 +1,938 @@
+"""Whole requests through gateway, encoder and PD worker on real brokers; only the model is a fake.
+
+Its answers name the digests of the pictures that it was given, so a wrong embedding is a wrong answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgpack
+import nats.js.errors
+import pytest
+from nats.aio.msg import Msg
+
+from epd_cli.brokers import Brokers, embedded_brokers
+from epd_common.bus import Bus
+from epd_common.errors import EpdError, UpstreamError
+from epd_common.protocol import (
+    Cancel,
+    DeadLetter,
+    EmbeddingEvent,
+    EncodeJob,
+    GenerateJob,
+    Item,
+    Media,
+    ReplyData,
+    ReplyEnd,
+    ReplyError,
+    ReplyHead,
+    decode,
+    decode_reply,
+    subjects,
+)
+from epd_common.protocol.codec import encode
+from epd_common.protocol.keys import digest
+from epd_common.replies import Reply, ReplyHub
+from fake_engine import answer_text
+from service_stack import (
+    BOUND_S,
+    CHAT,
+    ServiceStack,
+    Worker,
+    bare_stack,
+    eventually,
+    picture,
+    service_stack,
+    stream_text,
+    text_of,
+)
+
+CANCEL_BOUND_S = 1.0  # invariant I11
+
+
+@pytest.fixture(scope="module")
+async def stack(
+    nats_url: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ServiceStack]:
+    """One encoder and one PD worker for the tests that leave them as they were."""
+    async with service_stack(nats_url, redis_url, tmp_path_factory.mktemp("flow")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+async def quiet(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """After each test on the shared stack: nothing runs, nothing is pinned, all switches are back."""
+    yield
+    if "stack" not in request.fixturenames:
+        return
+    stack: ServiceStack = request.getfixturevalue("stack")
+    encoder, pd = stack.encoders[0].engine, stack.pds[0].engine
+    encoder.gate.set()
+    pd.gate.set()
+    encoder.failures, encoder.refuse = 0, None
+    pd.status, pd.padding, pd.crash = 200, "", False
+    await eventually(lambda: not pd.running, "the engine is idle")
+    await eventually(lambda: stack.pds[0].pinned == [], "nothing is pinned")
+
+
+class Inbox:
+    """What comes to a subject."""
+
+    def __init__(self) -> None:
+        self.frames: list[Any] = []
+        self.subject = f"_INBOX.test.{secrets.token_hex(8)}"
+
+    async def listen(self, bus: Bus) -> Inbox:
+        async def note(message: Msg) -> None:
+            self.frames.append(decode_reply(message.data))
+
+        await bus.subscribe(self.subject, note)
+        await bus.flush()
+        return self
+
+    async def error(self) -> ReplyError:
+        """The error that ends the reply."""
+        await eventually(lambda: bool(self.frames), "an error frame comes")
+        (frame,) = self.frames
+        assert isinstance(frame, ReplyError)
+        return frame
+
+
+async def dead_letter(stack: ServiceStack, stage: str, payload: bytes) -> DeadLetter:
+    """The dead letter of a job, once it is there."""
+    found: list[DeadLetter] = []
+
+    async def there() -> bool:
+        try:
+            raw = await stack.bus.js.get_last_msg(subjects.DLQ_STREAM, subjects.dlq_subject(stage))
+        except nats.js.errors.NotFoundError:
+            return False
+        letter = decode(raw.data or b"", DeadLetter)
+        if letter.payload == payload:
+            found.append(letter)
+        return bool(found)
+
+    await eventually(there, "the job is in the dead-letter stream")
+    return found[0]
+
+
+async def publish(stack: ServiceStack, stage: str, data: bytes) -> None:
+    names = {"encode": subjects.encode_subject, "generate": subjects.generate_subject}
+    await stack.bus.js.publish(names[stage](stack.model, "l0"), data)
+
+
+def direct_job(stack: ServiceStack, inbox: Inbox, **fields: Any) -> GenerateJob:
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    job = {
+        "request_id": secrets.token_hex(8),
+        "model": stack.model,
+        "inbox": inbox.subject,
+        "body": json.dumps(body).encode(),
+    }
+    return GenerateJob(**(job | fields))
+
+
+# -- right answers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 20])
+async def test_pictures_in_right_answer_out(stack: ServiceStack, count: int, stream: bool) -> None:
+    pictures = [picture() for _ in range(count)]
+    if stream:
+        async with stack.streaming("seen", *pictures) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            text = stream_text((await response.aread()).decode())
+    else:
+        response = await stack.ask("seen", *pictures)
+        text = text_of(response)
+    assert text == answer_text("seen", *pictures)
+    assert response.headers["x-epd-items"].split(",") == ["encoded"] * count
+    assert response.headers["x-epd-worker"] == stack.pds[0].id
+
+
+async def test_tokens_reach_the_client_as_they_appear(stack: ServiceStack) -> None:
+    pd = stack.pds[0].engine
+    pd.gate.clear()
+    async with stack.streaming("later") as response:
+        pieces = response.aiter_bytes()
+        first = await anext(pieces)
+        assert b"later" not in first
+        pd.gate.set()
+        rest = b"".join([piece async for piece in pieces])
+    assert stream_text((first + rest).decode()) == "later"
+
+
+async def test_one_cold_picture_for_many_requests_is_encoded_once(stack: ServiceStack) -> None:
+    data, encoder, pd = picture(), stack.encoders[0], stack.pds[0]
+    before = await stack.counters(encoder)
+    encoder.engine.gate.clear()
+    asking = [asyncio.create_task(stack.ask(f"request {n}", data)) for n in range(32)]
+
+    async def all_wait() -> bool:
+        return await stack.busy(pd) == 32
+
+    await eventually(all_wait, "all requests wait for the embedding")
+    encoder.engine.gate.set()
+    answers = await asyncio.gather(*asking)
+    assert [text_of(answer) for answer in answers] == [
+        answer_text(f"request {n}", data) for n in range(32)
+    ]
+    assert encoder.engine.encoded.count(stack.key(data)) == 1
+    after = await stack.counters(encoder)
+    assert after["encoded"] == before.get("encoded", 0) + 1
+    origins = sorted(answer.headers["x-epd-items"] for answer in answers)
+    assert origins == ["encoded"] + ["shared"] * 31
+
+
+async def test_duplicates_in_one_request_are_encoded_once(stack: ServiceStack) -> None:
+    one, other = picture(), picture()
+    response = await stack.ask("twice", one, other, one)
+    assert text_of(response) == answer_text("twice", one, other, one)
+    assert response.headers["x-epd-items"] == "encoded,encoded"
+    assert stack.encoders[0].engine.encoded.count(stack.key(one)) == 1
+
+
+async def test_a_known_picture_is_reused(stack: ServiceStack) -> None:
+    data = picture()
+    await stack.ask("first", data)
+    response = await stack.ask("again", data)
+    assert text_of(response) == answer_text("again", data)
+    assert response.headers["x-epd-items"] == "reused"
+    assert stack.encoders[0].engine.encoded.count(stack.key(data)) == 1
+
+
+async def test_evicted_everywhere_it_is_encoded_again(stack: ServiceStack) -> None:
+    data = picture()
+    await stack.ask("first", data)
+    await stack.forget(data)
+    assert text_of(await stack.ask("again", data)) == answer_text("again", data)
+    assert stack.encoders[0].engine.encoded.count(stack.key(data)) == 2
+
+
+async def test_evicted_while_a_request_uses_it(stack: ServiceStack) -> None:
+    data, pd = picture(), stack.pds[0]
+    pd.engine.gate.clear()
+    asking = asyncio.create_task(stack.ask("still", data))
+    await eventually(lambda: bool(pd.engine.running), "the engine has the request")
+    await stack.forget(data)
+    pd.engine.gate.set()
+    assert text_of(await asking) == answer_text("still", data)
+
+
+async def test_evicted_from_the_arena_it_comes_from_redis(stack: ServiceStack) -> None:
+    data = picture()
+    await stack.ask("first", data)
+    await stack.forget(data, redis=False)
+    assert text_of(await stack.ask("again", data)) == answer_text("again", data)
+    assert stack.encoders[0].engine.encoded.count(stack.key(data)) == 1
+
+
+async def test_an_encoder_that_has_it_announces_it_again(stack: ServiceStack) -> None:
+    data, encoder = picture(), stack.encoders[0]
+    await stack.ask("first", data)
+    before = await stack.counters(encoder)
+    await stack.forget_state(data)
+    await stack.forget(data, arena=False)
+    assert text_of(await stack.ask("again", data)) == answer_text("again", data)
+    after = await stack.counters(encoder)
+    assert after["hits"] == before.get("hits", 0) + 1
+    assert encoder.engine.encoded.count(stack.key(data)) == 1
+    assert await stack.redis.exists(f"epd:v1:emb:{stack.key(data)}")  # and other nodes get it, too
+
+
+async def test_text_needs_no_encoder(nats_url: str, redis_url: str, tmp_path: Path) -> None:
+    async with service_stack(nats_url, redis_url, tmp_path, encoders=0) as stack:
+        assert text_of(await stack.ask("only text")) == "only text"
+        response = await stack.http.post(
+            "/v1/completions", json={"model": stack.model, "prompt": "raw"}
+        )
+        assert response.json()["choices"][0]["text"] == "raw"
+
+
+async def test_text_never_touches_the_encoder(stack: ServiceStack) -> None:
+    encoder = stack.encoders[0]
+    encoder.engine.gate.clear()
+    before = list(encoder.engine.encoded)
+    response = await stack.ask("only text")
+    assert text_of(response) == "only text"
+    assert "x-epd-items" not in response.headers
+    assert encoder.engine.encoded == before
+
+
+async def test_across_nodes_by_redis_alone(nats_url: str, redis_url: str, tmp_path: Path) -> None:
+    async with bare_stack(nats_url, redis_url, tmp_path) as stack:
+        await stack.add_encoder("node-a", stores=("redis",))
+        await stack.add_pd("node-b", stores=("redis",))
+        await stack.add_gateway()
+        await stack.ready()
+        data = picture()
+        assert text_of(await stack.ask("far", data)) == answer_text("far", data)
+        assert (await stack.counters(stack.pds[0]))["redis_fetches"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_body_above_the_bus_limit_travels_by_reference(
+    stack: ServiceStack, stream: bool
+) -> None:
+    data, text = picture(), "long " * 400_000
+    body = stack.body(text, data, stream=stream)
+    response = await stack.http.post(CHAT, json=body)
+    got = stream_text(response.text) if stream else text_of(response)
+    assert got == answer_text(text, data)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_above_the_bus_limit(stack: ServiceStack, stream: bool) -> None:
+    stack.pds[0].engine.padding = "pad " * 800_000
+    body = stack.body("big", stream=stream)
+    response = await stack.http.post(CHAT, json=body)
+    got = stream_text(response.text) if stream else text_of(response)
+    assert got == "big" + stack.pds[0].engine.padding
+
+
+async def test_a_direct_job_with_an_inline_picture(stack: ServiceStack) -> None:
+    data, inbox = picture(), await Inbox().listen(stack.bus)
+    content = [{"type": "media_ref", "item": 0}, {"type": "text", "text": "direct"}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    job = direct_job(
+        stack, inbox, body=json.dumps(body).encode(), items=[Item(media=Media(inline=data))]
+    )
+    await publish(stack, "generate", encode(job))
+    await eventually(lambda: len(inbox.frames) == 3, "head, data and end")
+    head, piece, end = inbox.frames
+    assert isinstance(head, ReplyHead)
+    assert (head.status, head.worker, head.attempt) == (200, stack.pds[0].id, 1)
+    assert isinstance(piece, ReplyData)
+    assert json.loads(piece.data)["choices"][0]["message"]["content"] == answer_text("direct", data)
+    assert isinstance(end, ReplyEnd)
+    assert [frame.seq for frame in inbox.frames] == [0, 1, 2]
+
+
+# -- failures ---------------------------------------------------------------------------------------
+
+
+async def test_an_encoder_that_fails_for_a_while(stack: ServiceStack) -> None:
+    data = picture()
+    stack.encoders[0].engine.failures = 2
+    assert text_of(await stack.ask("at last", data)) == answer_text("at last", data)
+
+
+async def test_a_picture_that_cannot_be_encoded_fails_alone(stack: ServiceStack) -> None:
+    bad, good = picture(), picture()
+    stack.encoders[0].engine.refuse = bad
+    refused, answered = await asyncio.gather(stack.ask("bad", bad, good), stack.ask("good", good))
+    assert text_of(answered) == answer_text("good", good)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["code"], error["stage"], error["key"]) == (
+        "cannot_encode",
+        "encode",
+        stack.key(bad),
+    )
+
+
+async def test_an_engine_with_a_bug_is_an_error_and_no_end(
+    stack: ServiceStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_common.worker.UNEXPECTED_DELAY_S", 0.01)
+    stack.pds[0].engine.crash = True
+    response = await stack.ask("crash")
+    assert response.status_code == 500
+    assert response.json()["error"]["stage"] == "generate"
+    assert len(set(stack.pds[0].engine.begun[-5:])) == 1  # five attempts, then given up
+    stack.pds[0].engine.crash = False
+    assert text_of(await stack.ask("fine")) == "fine"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"junk",
+        b"\xc1",
+        encode(Cancel(request_id="1")),
+        b"\x83\xa1t\xa6encode\xa1v\x01\xa3key\x05",
+        b"\x82\xa1t\xa6encode\xa1v\x63",
+        encode(EncodeJob(key="../../etc", epoch=1, model="m", fingerprint="f", media=Media())),
+    ],
+)
+async def test_malformed_encode_job(stack: ServiceStack, data: bytes) -> None:
+    await publish(stack, "encode", data)
+    letter = await dead_letter(stack, "encode", data)
+    assert (letter.code, letter.worker) == ("malformed_message", stack.encoders[0].id)
+    one = picture()
+    assert text_of(await stack.ask("lives on", one)) == answer_text("lives on", one)
+
+
+def _wrong(inbox: Inbox, stack: ServiceStack, kind: str) -> bytes:
+    good = direct_job(stack, inbox)
+    fields: dict[str, Any] = {
+        "t": "generate",
+        "v": 1,
+        "request_id": good.request_id,
+        "model": stack.model,
+        "inbox": inbox.subject,
+        "body": good.body,
+    }
+    wrong = {"type": {"t": "cancel"}, "version": {"v": 99}, "field": {"items": 5}}
+    wrong["deadline"] = {"deadline": float("nan")}
+    return bytes(msgpack.packb(fields | wrong[kind]))
+
+
+@pytest.mark.parametrize("kind", ["type", "version", "field", "deadline"])
+async def test_malformed_generate_job(stack: ServiceStack, kind: str) -> None:
+    inbox = await Inbox().listen(stack.bus)
+    data = _wrong(inbox, stack, kind)
+    await publish(stack, "generate", data)
+    frame = await inbox.error()
+    assert (frame.status, frame.code, frame.seq) == (400, "malformed_message", 0)
+    letter = await dead_letter(stack, "generate", data)
+    assert letter.reason == frame.message
+    assert text_of(await stack.ask("lives on")) == "lives on"
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1 junk", b"\x81\xa5inbox\xa3a *"])
+async def test_malformed_generate_job_without_an_address(stack: ServiceStack, data: bytes) -> None:
+    await publish(stack, "generate", data)
+    assert (await dead_letter(stack, "generate", data)).code == "malformed_message"
+    assert text_of(await stack.ask("lives on")) == "lives on"
+
+
+async def test_an_inbox_that_is_no_subject(stack: ServiceStack) -> None:
+    inbox = Inbox()
+    inbox.subject = "a subject\r\nwith a break"
+    data = encode(direct_job(stack, inbox))
+    await publish(stack, "generate", data)
+    assert (await dead_letter(stack, "generate", data)).code == "malformed_message"
+    assert text_of(await stack.ask("lives on")) == "lives on"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code"),
+    [
+        ({"route": "/v1/embeddings"}, 400, "unknown_route"),
+        ({"body": b"{"}, 400, "invalid_json"),
+        ({"body": b'{"temperature": NaN}'}, 400, "invalid_json"),
+        ({"body": b"[]"}, 400, "invalid_json"),
+        ({"body": b"", "body_ref": "gone"}, 400, "body_gone"),
+        ({"deadline": 1.0}, 504, "deadline_exceeded"),
+    ],
+)
+async def test_direct_job_that_cannot_be_answered(
+    stack: ServiceStack, fields: dict[str, Any], status: int, code: str
+) -> None:
+    inbox = await Inbox().listen(stack.bus)
+    await publish(stack, "generate", encode(direct_job(stack, inbox, **fields)))
+    frame = await inbox.error()
+    assert (frame.status, frame.code) == (status, code)
+    if status == 504:
+        assert frame.stage == "queue"
+
+
+async def test_deadline_while_the_picture_is_encoded(stack: ServiceStack) -> None:
+    data, encoder = picture(), stack.encoders[0].engine
+    encoder.gate.clear()
+    body, headers = stack.body("late", data), {"x-epd-deadline-s": "0.5"}
+    response = await stack.http.post(CHAT, json=body, headers=headers)
+    assert response.status_code == 504
+    error = response.json()["error"]
+    assert (error["code"], error["stage"], error["key"]) == (
+        "deadline_exceeded",
+        "encode",
+        stack.key(data),
+    )
+    encoder.gate.set()
+    assert text_of(await stack.ask("again", data)) == answer_text("again", data)
+
+
+async def test_deadline_while_the_engine_answers(stack: ServiceStack) -> None:
+    data, encoder, pd = picture(), stack.encoders[0].engine, stack.pds[0].engine
+    pd.gate.clear()
+    encoder.gate.clear()
+    started = time.monotonic()
+    headers = {"x-epd-deadline-s": "1"}
+    asking = asyncio.create_task(
+        stack.http.post(CHAT, json=stack.body("late", data), headers=headers)
+    )
+    await eventually(lambda: stack.key(data) in encoder.encoded, "the encode began")
+    encoder.gate.set()
+    await eventually(lambda: bool(pd.running), "the engine has it")
+    response = await asking
+    assert response.status_code == 504
+    assert response.json()["error"]["stage"] == "generate"
+    # The wait for the embedding is part of the time, not on top of it.
+    await eventually(lambda: bool(pd.closed) and not pd.running, "the engine's request is closed")
+    assert time.monotonic() - started < 1.5
+
+
+async def test_deadline_in_the_queue(nats_url: str, redis_url: str, tmp_path: Path) -> None:
+    async with bare_stack(nats_url, redis_url, tmp_path) as stack:
+        pd = await stack.add_pd(pd_slots=1)
+        await stack.add_gateway()
+        await stack.ready()
+        pd.engine.gate.clear()
+        first = asyncio.create_task(stack.ask("first"))
+        await eventually(lambda: bool(pd.engine.running), "the one slot is taken")
+        headers = {"x-epd-deadline-s": "0.3"}
+        late = await stack.http.post(CHAT, json=stack.body("late"), headers=headers)
+        assert late.status_code == 504
+        assert late.json()["error"]["stage"] == "generate"
+        pd.engine.gate.set()
+        assert text_of(await first) == "first"
+        assert text_of(await stack.ask("next")) == "next"
+        assert len(pd.engine.begun) == 2  # the late one never began
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500])
+async def test_errors_of_the_engine_pass_through(stack: ServiceStack, status: int) -> None:
+    stack.pds[0].engine.status = status
+    response = await stack.ask("no")
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == "engine_says_no"
+
+
+# -- cancelling ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["message", "disconnect"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cancel_while_the_engine_answers(stack: ServiceStack, how: str, stream: bool) -> None:
+    data, pd = picture(), stack.pds[0]
+    pd.engine.gate.clear()
+    asking = asyncio.create_task(
+        stack.http.post(CHAT, json=stack.body("never", data, stream=stream))
+    )
+    await eventually(lambda: bool(pd.engine.running), "the engine has the request")
+    (request_id,) = pd.engine.running
+    assert pd.pinned == [stack.key(data)]
+    await _cancel(stack, how, request_id, asking)
+    took_s = await eventually(lambda: request_id in pd.engine.closed, "the generator is closed")
+    took_s += await eventually(lambda: pd.pinned == [], "the pins are released")
+    assert took_s < CANCEL_BOUND_S
+    if how == "message":
+        response = await asking
+        assert "cancelled" in response.text
+        assert response.status_code == (200 if stream else 499)
+    else:
+        await _open_requests(stack, 0)
+
+
+@pytest.mark.parametrize("how", ["message", "disconnect"])
+async def test_cancel_while_the_picture_is_encoded(stack: ServiceStack, how: str) -> None:
+    ready, cold = picture(), picture()
+    encoder, pd = stack.encoders[0], stack.pds[0]
+    await stack.ask("warm", ready)
+    before = (await stack.counters(pd)).get("cancelled", 0)
+    encoder.engine.gate.clear()
+    asking = asyncio.create_task(stack.ask("never", ready, cold))
+    await eventually(lambda: pd.pinned == [stack.key(ready)], "it waits for the other one")
+    letters: list[str] = []
+
+    async def note(message: Msg) -> None:
+        letters.append(message.subject)
+
+    await stack.bus.subscribe(subjects.cancel_subject("*"), note)
+    await stack.bus.flush()
+    job = await _generate_job_of(stack)
+    await _cancel(stack, how, job, asking)
+
+    async def cancelled() -> bool:
+        return (await stack.counters(pd)).get("cancelled", 0) == before + 1
+
+    took_s = await eventually(cancelled, "it is cancelled")
+    took_s += await eventually(lambda: pd.pinned == [], "the pins are released")
+    assert took_s < CANCEL_BOUND_S
+    if how == "message":
+        assert (await asking).status_code == 499
+    encoder.engine.gate.set()
+    assert text_of(await stack.ask("next", cold)) == answer_text("next", cold)
+
+
+async def _generate_job_of(stack: ServiceStack) -> str:
+    """Id of the one request that runs, from the queue."""
+    subject = subjects.generate_subject(stack.model, "l0")
+    raw = await stack.bus.js.get_last_msg(subjects.GENERATE_STREAM, subject)
+    return decode(raw.data or b"", GenerateJob).request_id
+
+
+async def _cancel(
+    stack: ServiceStack, how: str, request_id: str, asking: asyncio.Task[httpx.Response]
+) -> None:
+    if how == "message":
+        message = Cancel(request_id=request_id)
+        await stack.bus.emit(subjects.cancel_subject(request_id), message)
+    else:
+        asking.cancel()
+        await asyncio.wait((asking,))
+
+
+async def _open_requests(stack: ServiceStack, count: int) -> None:
+    async def so_many() -> bool:
+        metrics = (await stack.http.get("/metrics")).text
+        return f"\nepd_gateway_open_requests {float(count)}\n" in metrics
+
+    await eventually(so_many, f"the gateway has {count} open requests")
+
+
+async def test_cancel_that_overtakes_its_job(stack: ServiceStack) -> None:
+    inbox = await Inbox().listen(stack.bus)
+    job = direct_job(stack, inbox)
+    cancel = Cancel(request_id=job.request_id)
+    await stack.bus.emit(subjects.cancel_subject(job.request_id), cancel)
+    await stack.bus.flush()
+    await publish(stack, "generate", encode(job))
+    assert (await inbox.error()).code == "cancelled"
+    assert job.request_id not in stack.pds[0].engine.begun
+
+
+async def test_a_client_that_leaves_in_a_stream(stack: ServiceStack) -> None:
+    pd = stack.pds[0]
+    pd.engine.gate.clear()
+    async with stack.streaming("never") as response:
+        await anext(response.aiter_bytes())
+        (request_id,) = pd.engine.running
+    took_s = await eventually(lambda: request_id in pd.engine.closed, "the generator is closed")
+    assert took_s < CANCEL_BOUND_S
+    await _open_requests(stack, 0)
+
+
+# -- bounds -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+async def own_brokers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Brokers]:
+    """Brokers whose streams may be made small."""
+    async with embedded_brokers(tmp_path_factory.mktemp("small")) as running:
+        yield running
+
+
+async def test_full_queue_answers_429(own_brokers: Brokers, tmp_path: Path) -> None:
+    async with bare_stack(own_brokers.nats_url, own_brokers.redis_url, tmp_path) as stack:
+        await stack.add_encoder(queue_max_jobs=2)
+        pd = await stack.add_pd(pd_slots=1, queue_max_jobs=2)
+        await stack.add_gateway(queue_max_jobs=2)
+        await stack.ready()
+        pd.engine.gate.clear()
+        running = asyncio.create_task(stack.ask("runs"))
+        await eventually(lambda: bool(pd.engine.running), "the one slot is taken")
+        waiting = asyncio.create_task(stack.ask("waits"))
+
+        async def full() -> bool:
+            info = await stack.bus.js.stream_info(subjects.GENERATE_STREAM)
+            return bool(info.state.messages == 2)
+
+        await eventually(full, "the queue is full")
+        data = picture()
+        for refused in (await stack.ask("too many"), await stack.ask("too many", data)):
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert int(refused.headers["retry-after"]) >= 1
+        pd.engine.gate.set()
+        assert [text_of(answer) for answer in (await running, await waiting)] == ["runs", "waits"]
+        assert text_of(await stack.ask("later", data)) == answer_text("later", data)
+
+
+async def test_full_queue_of_encode_jobs(own_brokers: Brokers, tmp_path: Path) -> None:
+    async with bare_stack(own_brokers.nats_url, own_brokers.redis_url, tmp_path) as stack:
+        encoder = await stack.add_encoder(encoder_slots=1, queue_max_jobs=2)
+        await stack.add_pd(queue_max_jobs=2)
+        await stack.add_gateway(queue_max_jobs=2)
+        await stack.ready()
+        encoder.engine.gate.clear()
+        pictures = [picture() for _ in range(3)]
+        refused = await stack.ask("three", *pictures)
+        assert refused.status_code == 429
+        encoder.engine.gate.set()
+        answer = await stack.ask("two", *pictures[:2])
+        assert text_of(answer) == answer_text("two", *pictures[:2])
+        # The one that was not taken is nobody's: the next request may order it.
+        assert text_of(await stack.ask("third", pictures[2])) == answer_text("third", pictures[2])
+
+
+async def test_an_answer_that_nobody_reads_is_bounded(
+    stack: ServiceStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_common.replies.BUFFER_BYTES", 1000)
+    async with ReplyHub(stack.bus) as hub, hub.expect("r1", timeout_s=BOUND_S) as reply:
+        inbox = Frames(stack.bus, reply.inbox)
+        await inbox.head()
+        assert (await reply.head()).status == 200
+        cancelled = await _cancels_of(stack, "r1")
+        for _ in range(5):
+            await inbox.data(b"x" * 300)
+        await eventually(lambda: bool(cancelled), "whoever answers is told to stop")
+        got = []
+        with pytest.raises(UpstreamError) as caught:
+            async for piece in reply.data():
+                got.append(piece)
+        assert caught.value.code == "reader_too_slow"
+        assert len(b"".join(got)) <= 1000 + 300
+
+
+async def test_a_client_that_stops_to_read_is_let_go(
+    stack: ServiceStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_gateway.app.SEND_GRACE_S", 0.3)
+    stack.pds[0].engine.padding = "x" * 12_000_000  # more than sockets hold
+    url = stack.http.base_url
+    body = json.dumps(stack.body("big", stream=True)).encode()
+    reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
+    request = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"x-epd-deadline-s: 0.7\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    writer.write(request.encode() + body)
+    assert b"200" in await reader.readline()
+    await _open_requests(stack, 1)
+    await _open_requests(stack, 0)
+    writer.close()
+
+
+# -- frames ---------------------------------------------------------------------------------------------
+
+
+class Frames:
+    """Sends frames of a reply as a PD worker would, and some as it would not."""
+
+    def __init__(self, bus: Bus, inbox: str) -> None:
+        self._bus = bus
+        self._inbox = inbox
+        self.seq = 0
+        self.attempt = 1
+
+    def _next(self) -> dict[str, Any]:
+        self.seq += 1
+        return {"request_id": "r1", "attempt": self.attempt, "seq": self.seq - 1}
+
+    async def head(self) -> None:
+        await self._bus.emit(self._inbox, ReplyHead(**self._next(), status=200))
+
+    async def data(self, data: bytes) -> None:
+        await self._bus.emit(self._inbox, ReplyData(**self._next(), data=data))
+
+    async def end(self) -> None:
+        await self._bus.emit(self._inbox, ReplyEnd(**self._next()))
+
+    async def new_attempt(self) -> None:
+        self.attempt += 1
+        self.seq = 0
+
+
+async def _cancels_of(stack: ServiceStack, request_id: str) -> list[Msg]:
+    found: list[Msg] = []
+
+    async def note(message: Msg) -> None:
+        found.append(message)
+
+    await stack.bus.subscribe(subjects.cancel_subject(request_id), note)
+    await stack.bus.flush()
+    return found
+
+
+async def _all_data(reply: Reply) -> bytes:
+    async with asyncio.timeout(BOUND_S):
+        return b"".join([piece async for piece in reply.data()])
+
+
+@pytest.fixture
+async def expected(stack: ServiceStack) -> AsyncIterator[tuple[Reply, Frames]]:
+    async with ReplyHub(stack.bus) as hub, hub.expect("r1", timeout_s=BOUND_S) as reply:
+        yield reply, Frames(stack.bus, reply.inbox)
+
+
+async def test_frames_of_an_older_attempt_are_dropped(expected: tuple[Reply, Frames]) -> None:
+    reply, worker = expected
+    lost = Frames(worker._bus, reply.inbox)
+    await lost.head()
+    await worker.new_attempt()
+    await worker.head()
+    await lost.data(b"old")
+    await worker.data(b"new")
+    await lost.end()
+    await worker.data(b"er")
+    await worker.end()
+    assert (await reply.head()).attempt == 2
+    assert await _all_data(reply) == b"newer"
+
+
+async def test_doubled_frames_count_once(expected: tuple[Reply, Frames]) -> None:
+    reply, worker = expected
+    await worker.head()
+    await worker.data(b"once")
+    worker.seq -= 1
+    await worker.data(b"once")
+    await worker.end()
+    await reply.head()
+    assert await _all_data(reply) == b"once"
+
+
+async def test_a_gap_is_an_error(stack: ServiceStack, expected: tuple[Reply, Frames]) -> None:
+    reply, worker = expected
+    cancelled = await _cancels_of(stack, "r1")
+    await worker.head()
+    worker.seq += 1
+    await worker.data(b"after the gap")
+    await reply.head()
+    with pytest.raises(UpstreamError) as caught:
+        await _all_data(reply)
+    assert caught.value.code == "reply_gap"
+    await eventually(lambda: bool(cancelled), "whoever answers is told to stop")
+
+
+async def test_another_attempt_after_the_answer_began_is_an_error(
+    expected: tuple[Reply, Frames],
+) -> None:
+    reply, worker = expected
+    await worker.head()
+    await reply.head()
+    await worker.new_attempt()
+    await worker.head()
+    with pytest.raises(UpstreamError) as caught:
+        await _all_data(reply)
+    assert caught.value.code == "worker_lost"
+
+
+async def test_junk_in_an_inbox_is_dropped(expected: tuple[Reply, Frames]) -> None:
+    reply, worker = expected
+    await worker.head()
+    for junk in (b"", b"\xc1", encode(EmbeddingEvent(key="k", epoch=1, state="ready"))):
+        await worker._bus.emit_bytes(reply.inbox, junk)
+    await worker.end()
+    await reply.head()
+    assert await _all_data(reply) == b""
+
+
+async def test_no_frame_at_all_ends_with_the_deadline(stack: ServiceStack) -> None:
+    async with ReplyHub(stack.bus) as hub, hub.expect("r1", timeout_s=0.1) as reply:
+        with pytest.raises(EpdError) as caught:
+            await reply.head()
+    assert (caught.value.status, caught.value.stage) == (504, "generate")
+
+
+# -- workers that come and go ---------------------------------------------------------------------------
+
+
+async def test_drain_finishes_what_runs_and_leaves_the_rest(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    async with bare_stack(nats_url, redis_url, tmp_path) as stack:
+        leaving = await stack.add_pd(pd_slots=2)
+        await stack.add_gateway()
+        await stack.ready()
+        leaving.engine.gate.clear()
+        running = [asyncio.create_task(stack.ask(f"runs {n}")) for n in range(2)]
+        await eventually(lambda: len(leaving.engine.running) == 2, "both slots are taken")
+        queued = asyncio.create_task(stack.ask("queued"))
+        other = await stack.add_pd()
+        await stack.ready()
+        answer = await queued
+        assert answer.headers["x-epd-worker"] == other.id
+        leaving.process.terminate()
+        await eventually(
+            lambda: all(
+                record.worker != leaving.id for record in stack.registry.ready("pd", stack.model)
+            ),
+            "the leaving worker is not ready",
+        )
+        answer = await stack.ask("new")
+        assert answer.headers["x-epd-worker"] == other.id
+        assert not leaving.process.task.done()
+        leaving.engine.gate.set()
+        assert [text_of(await task) for task in running] == ["runs 0", "runs 1"]
+        await asyncio.wait_for(leaving.process.task, BOUND_S)
+        assert leaving.engine.closed == []
+        assert leaving.pinned == [] if (leaving.arena / "pins" / leaving.id).exists() else True
+
+
+async def test_what_does_not_finish_within_the_drain_goes_to_another(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    async with bare_stack(nats_url, redis_url, tmp_path) as stack:
+        await stack.add_encoder()
+        leaving = await stack.add_pd(drain_s=0.1)
+        await stack.add_gateway()
+        await stack.ready()
+        leaving.engine.gate.clear()
+        data = picture()
+        asking = asyncio.create_task(stack.ask("moves", data))
+        await eventually(lambda: bool(leaving.engine.running), "it has the request")
+        other = await stack.add_pd()
+        await stack.ready()
+        await leaving.process.stop()
+        answer = await asking
+        assert text_of(answer) == answer_text("moves", data)
+        assert answer.headers["x-epd-worker"] == other.id
+        assert len(leaving.engine.closed) == 1
+
+
+async def test_an_encoder_that_dies_leaves_its_jobs_to_another(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    async with service_stack(nats_url, redis_url, tmp_path) as stack:
+        dying = stack.encoders[0]
+        dying.engine.gate.clear()
+        pictures = [picture() for _ in range(4)]
+        asking = asyncio.create_task(stack.ask("seen", *pictures))
+        await eventually(lambda: len(dying.engine.encoded) == 4, "it has the jobs")
+        await stack.add_encoder()
+        await stack.ready()
+        dying.engine.die()
+        assert text_of(await asking) == answer_text("seen", *pictures)
+        assert len(dying.engine.encoded) == 4  # it took none of them again
+        await _died(dying)
+
+
+async def test_a_pd_worker_that_dies_before_its_answer_began(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    async with bare_stack(nats_url, redis_url, tmp_path) as stack:
+        dying = await stack.add_pd()
+        await stack.add_gateway()
+        await stack.ready()
+        dying.engine.gate.clear()
+        asking = asyncio.create_task(stack.ask("moves"))
+        await eventually(lambda: bool(dying.engine.running), "it has the request")
+        other = await stack.add_pd()
+        await stack.ready()
+        dying.engine.die()
+        answer = await asking
+        assert text_of(answer) == "moves"
+        assert answer.headers["x-epd-worker"] == other.id
+        await _died(dying)
+
+
+async def test_a_pd_worker_that_dies_in_a_stream(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    async with service_stack(nats_url, redis_url, tmp_path, encoders=0) as stack:
+        dying = stack.pds[0]
+        dying.engine.gate.clear()
+        async with stack.streaming("never") as response:
+            pieces = response.aiter_text()
+            seen = await anext(pieces)
+            dying.engine.die()
+            seen += "".join([piece async for piece in pieces])
+        *_, event, mark, rest = seen.split("\n\n")
+        assert (mark, rest) == ("data: [DONE]", "")
+        assert json.loads(event.removeprefix("data: "))["error"]["stage"] == "generate"
+        await _died(dying)
+
+
+async def _died(worker: Worker) -> None:
+    await asyncio.wait((worker.process.task,), timeout=BOUND_S)
+    with pytest.raises(UpstreamError, match="engine died"):
+        worker.process.task.result()
+
+
+def test_digest_of_the_fake_is_that_of_the_picture() -> None:
+    data = picture()
+    assert answer_text("x", data) == f"{digest(data)[:12]} x"

@@ -107,15 +107,16 @@ async def store(request: pytest.FixtureRequest, redis: Redis, arena: Arena) -> E
 
 @pytest.fixture
 def damage(store: EmbeddingStore, redis: Redis, root: Path) -> Damage:
-    """Changes one byte of a stored payload, behind the store's back."""
+    """Changes some bytes of a stored payload, behind the store's back."""
 
     async def in_redis(key: str) -> None:
-        await redis.setrange(f"epd:v1:emb:{key}:0", 100, b"\xaa\x55\xaa")
+        await redis.setrange(f"epd:v1:emb:{key}:0", 100, b"\xaa\x55\xaa\x55")
 
     async def in_arena(key: str) -> None:
-        with open(root / "data" / key, "r+b") as file:
-            file.seek(HEADER_BYTES + 100)
-            file.write(b"\xaa\x55\xaa")
+        path = root / "data" / key
+        data = bytearray(path.read_bytes())
+        data[HEADER_BYTES + 100] ^= 0x55
+        path.write_bytes(data)
 
     return in_redis if store.name == "redis" else in_arena
 
@@ -231,9 +232,10 @@ def test_a_header_that_cannot_be_true_is_refused(change: dict[str, Any]) -> None
 
 def test_foreign_bytes_are_no_header() -> None:
     good = pack_header(embedding(KB).header)
-    for bad in (b"", good[:-1], b"\x00" * HEADER_BYTES, b"X" + good[1:], good[:6] + b"\xff\xff"):
+    too_long = good[:6] + b"\xff\xff" + good[8:]
+    for bad in (b"", good[:-1], b"\x00" * HEADER_BYTES, b"X" + good[1:], too_long):
         with pytest.raises(IntegrityError):
-            unpack_header(bad.ljust(HEADER_BYTES, b"\x00") if len(bad) == 8 else bad)
+            unpack_header(bad)
     with pytest.raises(IntegrityError, match="damaged"):
         unpack_header(good[:8] + b"\xc1" + good[9:])
 

@@ -141,14 +141,14 @@ class Arena:
         self._publish(staged, header)
 
     def pin(self, key: str) -> Path | None:
-        """Link a published embedding into this worker's pins; None if it is not there."""
+        """Link a published embedding into this worker's pins; None if it is neither there nor pinned."""
         published, pinned = self._path(key), self._pinned(key)
         try:
             os.link(published, pinned)
         except FileExistsError:
             return pinned
-        except FileNotFoundError:
-            return None
+        except FileNotFoundError:  # which says nothing of a pin from before the eviction
+            return pinned if pinned.exists() else None
         os.utime(pinned)  # one inode: the arena's name counts as used, too
         return pinned
 

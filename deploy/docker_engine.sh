@@ -161,7 +161,8 @@ case "$1" in -*) set -- nats-server "$@" ;; esac
 exec "$@"
 SH
   chmod +x "$context/docker-entrypoint.sh"
-  quietly docker build -t nats:2-alpine -f - "$context" <<'DOCKERFILE'
+  # A Dockerfile on standard input leaves a folder behind: not in /tmp.
+  TMPDIR=$state/tmp quietly docker build -t nats:2-alpine -f - "$context" <<'DOCKERFILE'
 FROM python:3.11-slim AS tree
 COPY busybox /tree/bin/busybox
 COPY nats-server docker-entrypoint.sh /tree/usr/local/bin/
@@ -173,7 +174,7 @@ ENV PATH=/usr/local/bin:/bin
 ENTRYPOINT ["docker-entrypoint.sh"]
 CMD ["nats-server"]
 DOCKERFILE
-  quietly docker build -t valkey/valkey:9 -f - "$context" <<'DOCKERFILE'
+  TMPDIR=$state/tmp quietly docker build -t valkey/valkey:9 -f - "$context" <<'DOCKERFILE'
 FROM python:3.11-slim
 COPY valkey-server valkey-cli /usr/local/bin/
 WORKDIR /data
@@ -212,7 +213,7 @@ for line in sys.stdin:
 up() {
   ((EUID == 0)) || die "a Docker engine can be started by root only"
   command -v apt-get >/dev/null || die "only Debian and Ubuntu; elsewhere install Docker itself"
-  mkdir -p "$state" "$DOCKER_CONFIG/cli-plugins"
+  mkdir -p "$state/tmp" "$DOCKER_CONFIG/cli-plugins"
   install_packages
   install_plugins
   start_engine

@@ -134,7 +134,7 @@ class Clock:
         finally:
             done.set()
         if process.returncode:
-            raise CommandError(command, process.returncode, "".join(lines))
+            raise CommandError(title, process.returncode, "".join(lines))
         self.say(f"  done in {time.monotonic() - started:.1f} s")
         return "".join(lines)
 
@@ -144,8 +144,10 @@ class Clock:
 
 
 class CommandError(SetupError):
-    def __init__(self, command: list[str], status: int, output: str) -> None:
-        super().__init__(f"`{' '.join(command)}` failed with exit status {status}")
+    """A step failed. It is named by its title, as a command line may hold an index's password."""
+
+    def __init__(self, title: str, status: int, output: str) -> None:
+        super().__init__(f"{title} failed with exit status {status}")
         self.output = output
 
 

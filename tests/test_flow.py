@@ -317,6 +317,21 @@ async def test_a_direct_job_with_an_inline_picture(stack: ServiceStack) -> None:
     assert [frame.seq for frame in inbox.frames] == [0, 1, 2]
 
 
+async def test_the_last_slots_are_filled_at_once(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    """A worker that waits on all lanes must not keep slots for those that stay empty."""
+    async with bare_stack(nats_url, redis_url, tmp_path) as stack:
+        pd = await stack.add_pd(pd_slots=8)
+        await stack.add_gateway()
+        await stack.ready()
+        pd.engine.gate.clear()
+        asking = [asyncio.create_task(stack.ask(f"request {n}")) for n in range(8)]
+        await eventually(lambda: len(pd.engine.running) == 8, "all slots work", within_s=2.5)
+        pd.engine.gate.set()
+        assert [text_of(await task) for task in asking] == [f"request {n}" for n in range(8)]
+
+
 # -- failures ---------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ class Delivery:
         await self._settle(self._message.ack)
 
     async def retry(self, delay_s: float) -> None:
-        """Give the job back, to be delivered again after a delay. Not at the last attempt: see ``give_up``."""
+        """Give the job back, to be delivered again after a delay; after the last attempt nobody gets it."""
         await self._settle(lambda: self._message.nak(delay=delay_s))
 
     async def give_up(self, error: EpdError) -> None:
@@ -148,6 +148,7 @@ class _Lane:
         self.inbox = inbox
         self.open_until = 0.0
         self.connection = 0
+        self.subscription: Subscription | None = None
 
 
 class JobPuller:
@@ -167,16 +168,18 @@ class JobPuller:
         self.slots = slots
         self.busy = 0
         self._lanes = [_Lane(name, bus.client.new_inbox()) for name in consumers]
-        self._subscriptions: list[Subscription] = []
         self._arrived: asyncio.Queue[tuple[_Lane, Msg]] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._stopping = False
 
     async def __aenter__(self) -> Self:
         for lane in self._lanes:
-            handler = functools.partial(self._on_message, lane)
-            self._subscriptions.append(await self._bus.subscribe(lane.inbox, handler))
+            await self._subscribe(lane)
         return self
+
+    async def _subscribe(self, lane: _Lane) -> None:
+        handler = functools.partial(self._on_message, lane)
+        lane.subscription = await self._bus.subscribe(lane.inbox, handler)
 
     async def __aexit__(
         self,
@@ -185,9 +188,10 @@ class JobPuller:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
-        for subscription in self._subscriptions:
-            with contextlib.suppress(nats.errors.Error):
-                await subscription.unsubscribe()
+        for lane in self._lanes:
+            if lane.subscription is not None:
+                with contextlib.suppress(nats.errors.Error):
+                    await lane.subscription.unsubscribe()
         await self._give_back_arrived()
 
     def stop(self) -> None:
@@ -207,6 +211,7 @@ class JobPuller:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
+            await self._withdraw()
             message = await self._look() or await self._wait()
             if message is None:
                 continue
@@ -229,6 +234,24 @@ class JobPuller:
     def _is_open(self, lane: _Lane) -> bool:
         """Whether the server may still answer the lane's pull. It forgets pulls of a lost connection."""
         return time.monotonic() < lane.open_until and lane.connection == self._bus.reconnects
+
+    async def _withdraw(self) -> None:
+        """Take long pulls back where they hold every free slot while another lane has none.
+
+        They were opened when slots abounded; the lanes they wait on may stay empty for long.
+        """
+        opened = [lane for lane in self._lanes if self._is_open(lane)]
+        if not self._free <= len(opened) < len(self._lanes):
+            return
+        soon = time.monotonic() + SHORT_WAIT_S + ANSWER_S
+        for lane in opened:
+            if lane.open_until > soon and lane.subscription is not None:
+                with contextlib.suppress(nats.errors.Error):
+                    # A pull ends with its inbox. What was sent there before still arrives.
+                    await lane.subscription.drain()
+                lane.inbox = self._bus.client.new_inbox()
+                lane.open_until = 0.0
+                await self._subscribe(lane)
 
     async def _look(self) -> Msg | None:
         """Ask each lane in turn for a job that is there now."""

@@ -57,6 +57,7 @@ class Registry:
         self._workers: dict[str, WorkerView] = {}
         self._task: asyncio.Task[None] | None = None
         self._first_sync = asyncio.Event()
+        self._closing = False
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._follow(), name="registry watch")
@@ -70,6 +71,7 @@ class Registry:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._closing = True  # a cancel can be lost, see `end`
         if self._task is not None:
             await end(self._task)
 
@@ -102,6 +104,8 @@ class Registry:
                 logger.warning(
                     "worker registry: %s; watching again", str(error) or type(error).__name__
                 )
+            if self._closing:
+                return
             await asyncio.sleep(0.5)
 
     async def _watch(self, bucket: KeyValue) -> None:
@@ -109,7 +113,7 @@ class Registry:
         watcher = await bucket.watchall()
         try:
             # A server that was started again knows nothing of the watch, and sends nothing.
-            while self._bus.reconnects == connection:
+            while self._bus.reconnects == connection and not self._closing:
                 try:
                     entry = await watcher.updates(timeout=LOOK_S)
                 except TimeoutError:

@@ -55,7 +55,6 @@ UV_ERRORS = ("error:", "  \N{MULTIPLICATION SIGN}")
 WITHOUT_VLLM = """\
 What works without vLLM on this machine:
   python3 scripts/setup.py --profile gateway   the gateway, the brokers and the `epd` command
-  .venv/bin/epd up --engine sim                the whole flow, with a simulated engine
   deploy/docker-compose.yml                    everything, in Linux containers"""
 
 

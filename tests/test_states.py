@@ -97,6 +97,7 @@ async def test_a_pending_key_is_joined(states: KeyStates, redis: Redis, key: str
 async def test_a_lease_ends(redis: Redis, key: str) -> None:
     states = KeyStates(redis, lease_s=0.05, ready_ttl_s=READY_S)
     first = await one(states, key)
+    await redis.persist(f"epd:v1:state:{key}")  # it is the lease that ends, not the memory of it
     claims: list[Claim] = []
 
     async def claimed_again() -> bool:

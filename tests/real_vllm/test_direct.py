@@ -100,10 +100,10 @@ async def test_example_with_nats_and_msgpack_alone(
     code, out, err = await run(
         sys.executable,
         str(ROOT / "docs" / "examples" / "direct_nats.py"),
+        "--nats",
         without_gateway.stack.nats_url,
-        without_gateway.name,
-        str(paths[0]),
         "What is in image #1?",
+        str(paths[0]),
     )
     assert code == 0, err
     assert f"a {scenes[0].colour} {scenes[0].shape}" in out

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -140,7 +141,9 @@ async def run_stack(options: StackOptions, report: Report) -> AsyncIterator[Stac
         redis_url = options.redis_url or brokers.redis_url
         arena = Path("/dev/shm") / f"epdflow-{os.getpid()}"
         stack.callback(shutil.rmtree, arena, ignore_errors=True)
-        services = _services(options, nats_url, redis_url, arena, logs)
+        # vLLM's sockets between its processes, which it leaves behind when it is killed.
+        ipc = stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-ipc-", dir="/tmp"))
+        services = _services(options, nats_url, redis_url, arena, logs, ipc)
         stack.callback(state_path.unlink, missing_ok=True)
         stack.push_async_callback(_stop_all, services)
         for service in services:
@@ -157,7 +160,7 @@ async def run_stack(options: StackOptions, report: Report) -> AsyncIterator[Stac
 
 
 def _services(
-    options: StackOptions, nats_url: str, redis_url: str, arena: Path, logs: Path
+    options: StackOptions, nats_url: str, redis_url: str, arena: Path, logs: Path, ipc: str
 ) -> list[ServiceProcess]:
     common = {
         "EPD_NATS_URL": nats_url,
@@ -167,6 +170,7 @@ def _services(
         "EPD_PORT": str(options.port),
         "EPD_ARENA_DIR": str(arena),
         "EPD_STORES": "arena",  # one node
+        "VLLM_RPC_BASE_PATH": ipc,
         **options.environment,
     }
     names = [("gateway", "gateway-1")]

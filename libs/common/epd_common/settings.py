@@ -75,7 +75,7 @@ class CommonSettings(BaseSettings):
 
 
 class IngestSettings(CommonSettings):
-    """What a request's media may cost, for whoever reads requests: the gateway, and PD workers for direct jobs."""
+    """What a request's media may cost, for who reads requests: the gateway, and PD workers (direct jobs)."""
 
     max_media_bytes: int = Field(32 << 20, ge=1024, description="Bytes of one picture, at most.")
     max_pixels: int = Field(100_000_000, ge=1, description="Pixels of one picture, at most.")

@@ -579,7 +579,7 @@ async def own_brokers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
 async def test_a_broker_that_goes_and_comes_back(
     own_brokers: Brokers, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_common.bus.connection.PUBLISH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("epd_common.bus.connection.PUBLISH_TIMEOUT_S", 1.0)
     async with service_stack(own_brokers.nats_url, own_brokers.redis_url, tmp_path) as stack:
         broker = own_brokers.nats if which == "nats" else own_brokers.redis
         await broker.stop()

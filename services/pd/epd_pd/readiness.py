@@ -64,7 +64,10 @@ class Readiness:
         taken: list[str] = []
         waits = [asyncio.ensure_future(self._one(item, context, taken)) for item in items]
         try:
-            yield list(await asyncio.gather(*waits))
+            if waits:
+                # Not `gather`, which a cancel does not end before all of them have heeded it.
+                await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            yield [wait.result() for wait in waits if wait.done()]  # or raise the failure
         finally:
             await end(*waits)
             await asyncio.gather(*waits, return_exceptions=True)  # failures after the first

@@ -41,6 +41,7 @@ from epd_common.protocol import (
 from epd_common.protocol.codec import encode
 from epd_common.protocol.keys import digest
 from epd_common.replies import Reply, ReplyHub
+from epd_common.store import KeyStates
 from fake_engine import answer_text
 from service_stack import (
     BOUND_S,
@@ -482,6 +483,49 @@ async def test_deadline_while_the_picture_is_encoded(stack: ServiceStack) -> Non
     )
     encoder.gate.set()
     assert text_of(await stack.ask("again", data)) == answer_text("again", data)
+
+
+async def test_a_job_without_a_deadline_has_the_default_one(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    async with bare_stack(nats_url, redis_url, tmp_path) as stack:
+        encoder = await stack.add_encoder()
+        await stack.add_pd(deadline_s=0.5)
+        await stack.add_gateway()
+        await stack.ready()
+        encoder.engine.gate.clear()
+        inbox = await Inbox().listen(stack.bus)
+        content = [{"type": "media_ref", "item": 0}, {"type": "text", "text": "direct"}]
+        body = {"messages": [{"role": "user", "content": content}]}
+        items = [Item(media=Media(inline=picture()))]
+        job = direct_job(stack, inbox, body=json.dumps(body).encode(), items=items, deadline=0.0)
+        await publish(stack, "generate", encode(job))
+        frame = await inbox.error()
+        assert (frame.status, frame.stage) == (504, "encode")
+        encoder.engine.gate.set()
+
+
+async def test_an_encode_job_of_an_older_epoch_is_dropped(stack: ServiceStack) -> None:
+    data, encoder = picture(), stack.encoders[0]
+    key, before = stack.key(data), (await stack.counters(encoder)).get("stale", 0)
+    states = KeyStates(stack.redis, lease_s=60, ready_ttl_s=60)
+    (old,) = await states.claim([key])
+    (new,) = await states.claim([key], useless={key: old.epoch})
+    assert new.epoch > old.epoch
+    job = EncodeJob(
+        key=key,
+        epoch=old.epoch,
+        model=stack.model,
+        fingerprint=stack.fingerprint,
+        media=Media(inline=data),
+    )
+    await publish(stack, "encode", encode(job))
+
+    async def dropped() -> bool:
+        return (await stack.counters(encoder)).get("stale", 0) == before + 1
+
+    await eventually(dropped, "the job is dropped")
+    assert key not in encoder.engine.encoded
 
 
 async def test_deadline_while_the_engine_answers(stack: ServiceStack) -> None:

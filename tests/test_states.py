@@ -185,6 +185,29 @@ async def test_abandon_gives_the_own_claim_back_only(states: KeyStates, key: str
     await states.abandon(key, second.epoch)
 
 
+async def test_begin_renews_the_lease_of_a_queued_job(redis: Redis, key: str) -> None:
+    states = KeyStates(redis, lease_s=0.2, ready_ttl_s=READY_S)
+    first = await one(states, key)
+    long = KeyStates(redis, lease_s=LEASE_S, ready_ttl_s=READY_S)
+    assert await long.begin(key, first.epoch)
+    await asyncio.sleep(0.25)  # the lease it was claimed with is over
+    assert await one(states, key) == Claim("pending", first.epoch)
+
+
+async def test_begin_of_an_older_epoch_is_refused(states: KeyStates, key: str) -> None:
+    first = await one(states, key)
+    second = await one(states, key, first.epoch)
+    assert not await states.begin(key, first.epoch)
+    assert await states.begin(key, second.epoch)
+    assert await states.read([key]) == [Claim("pending", second.epoch)]
+
+
+async def test_begin_without_a_state_makes_it_pending(states: KeyStates, key: str) -> None:
+    """Redis may have come back empty: others must not encode it as well."""
+    assert await states.begin(key, 7)
+    assert await one(states, key) == Claim("pending", 7)
+
+
 async def test_redis_that_is_away(redis_url: str, key: str) -> None:
     wrong = redis_url.replace("valkey.sock", "nothing.sock")
     assert wrong != redis_url

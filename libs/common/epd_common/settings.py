@@ -80,6 +80,12 @@ class IngestSettings(CommonSettings):
     max_media_bytes: int = Field(32 << 20, ge=1024, description="Bytes of one picture, at most.")
     max_pixels: int = Field(100_000_000, ge=1, description="Pixels of one picture, at most.")
     max_items: int = Field(64, ge=1, description="Media items of one request, at most.")
+    deadline_s: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds a request may take; the header `x-epd-deadline-s`, or a job's own deadline, "
+        "makes it shorter.",
+    )
 
     def ingest_limits(self) -> IngestLimits:
         return IngestLimits(

@@ -33,7 +33,7 @@ class EncodeHandler:
     Args:
         remote: Stores besides the arena that get every embedding.
         locators: Where an embedding of this encoder can be read from.
-        counters: ``encoded``, ``hits``, ``failed``, ``retried``, ``dropped``.
+        counters: ``encoded``, ``hits``, ``failed``, ``retried``, ``dropped``, ``stale``.
     """
 
     def __init__(
@@ -73,6 +73,10 @@ class EncodeHandler:
             return
         async with delivery:
             try:
+                if not await self._states.begin(job.key, job.epoch):
+                    self._counters["stale"] += 1
+                    await delivery.ack()
+                    return
                 event = await self._embedding_for(job, delivery)
             except EpdError as error:
                 await self._failed(job, delivery, error)

@@ -21,11 +21,6 @@ class GatewaySettings(IngestSettings):
     max_body_bytes: int = Field(
         64 << 20, ge=1024, description="Bytes of a request's body, at most."
     )
-    deadline_s: float = Field(
-        120.0,
-        gt=0,
-        description="Seconds a request may take; the header `x-epd-deadline-s` makes it shorter.",
-    )
     media_timeout_s: float = Field(10.0, gt=0, description="Seconds to fetch one media URL.")
     media_allow_hosts: Annotated[tuple[AllowedHost, ...], NoDecode] = Field(
         (),

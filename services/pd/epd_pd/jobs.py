@@ -10,6 +10,8 @@ import time
 from collections import Counter
 from typing import Any
 
+import msgspec
+
 from epd_common.bus import Bus, Delivery
 from epd_common.engines import AnswerHead, EngineInfo, PdEngine
 from epd_common.errors import (
@@ -39,6 +41,7 @@ class GenerateHandler:
     """Handles generate jobs, many at once.
 
     Args:
+        deadline_s: Of a job that has no deadline itself.
         counters: ``answered``, ``failed``, ``cancelled``, ``expired``, ``malformed``.
     """
 
@@ -53,6 +56,7 @@ class GenerateHandler:
         readiness: Readiness,
         cancels: Cancels,
         worker: str,
+        deadline_s: float,
         counters: Counter[str],
     ) -> None:
         self._bus = bus
@@ -63,6 +67,7 @@ class GenerateHandler:
         self._readiness = readiness
         self._cancels = cancels
         self._worker = worker
+        self._deadline_s = deadline_s
         self._counters = counters
 
     async def handle(self, delivery: Delivery) -> None:
@@ -81,6 +86,8 @@ class GenerateHandler:
                 await writer.error(error)
             await delivery.give_up(error)
             return
+        if not job.deadline:  # nothing waits without bound
+            job = msgspec.structs.replace(job, deadline=time.time() + self._deadline_s)
         writer = FrameWriter(
             self._bus,
             inbox=job.inbox,
@@ -138,7 +145,7 @@ class GenerateHandler:
         await delivery.ack()
 
     async def _answer(self, job: GenerateJob, writer: FrameWriter) -> None:
-        if job.deadline and time.time() >= job.deadline:
+        if time.time() >= job.deadline:
             raise DeadlineError("the deadline passed in the queue", stage="queue")
         if job.route not in ROUTES:
             raise BadRequestError(
@@ -165,7 +172,7 @@ class GenerateHandler:
         try:
             async with (
                 self._readiness.pinned(prepared.items, context) as headers,
-                asyncio.timeout(job.deadline - time.time() if job.deadline else None),
+                asyncio.timeout(job.deadline - time.time()),
             ):
                 await self._stream(job, prepared.body, headers, writer)
         except TimeoutError:

@@ -86,6 +86,7 @@ class PdService:
                 ),
                 cancels=cancels,
                 worker=settings.worker_id,
+                deadline_s=settings.deadline_s,
                 counters=worker.counters,
             )
             consumers = await declare_consumers(bus, "generate", settings.model_name)

@@ -56,6 +56,18 @@ redis.call('PEXPIRE', KEYS[1], ARGV[4])
 return 1
 """
 
+# KEYS: one state name. ARGV: epoch, lease in ms.
+_BEGIN = """
+local found = redis.call('HMGET', KEYS[1], 'state', 'epoch')
+if found[1] and tonumber(found[2]) > tonumber(ARGV[1]) then return 0 end
+if found[1] and found[1] ~= 'pending' then return 1 end
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HSET', KEYS[1], 'state', 'pending', 'epoch', ARGV[1], 'until', now + tonumber(ARGV[2]))
+redis.call('PEXPIRE', KEYS[1], 10 * tonumber(ARGV[2]))
+return 1
+"""
+
 # KEYS: one state name. ARGV: epoch.
 _ABANDON = """
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return 0 end
@@ -90,6 +102,7 @@ class KeyStates:
         self._ready_ms = int(ready_ttl_s * 1000)
         self._claim = redis.register_script(_CLAIM)
         self._finish = redis.register_script(_FINISH)
+        self._begin = redis.register_script(_BEGIN)
         self._abandon = redis.register_script(_ABANDON)
 
     async def claim(
@@ -128,6 +141,15 @@ class KeyStates:
             else None
             for row in rows
         ]
+
+    async def begin(self, key: str, epoch: int) -> bool:
+        """Start the work of a claim: its lease begins anew, however long its job was queued.
+
+        False if a newer epoch is under way: whoever waits, waits for that one.
+        """
+        with redis_errors():
+            args = [epoch, self._lease_ms]
+            return bool(await self._begin(keys=[_PREFIX + key], args=args))
 
     async def finish(self, event: EmbeddingEvent) -> bool:
         """Record a ready or failed event. False if a newer epoch is under way: then it changes nothing."""

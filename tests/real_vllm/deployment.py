@@ -99,6 +99,7 @@ def _printer() -> object:
 @contextlib.asynccontextmanager
 async def _colocated(model: Path, name: str, folder: Path) -> AsyncIterator[str]:
     port_file = folder / f"colocated-{name}.port"
+    port_file.unlink(missing_ok=True)
     log_path = folder / f"colocated-{name}.log"
     program = str(Path(__file__).with_name("colocated.py"))
     with log_path.open("wb") as log:

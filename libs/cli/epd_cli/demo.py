@@ -22,6 +22,7 @@ from epd_common.errors import EpdError
 
 MAX_TOKENS = 64
 TIMEOUT_S = 120.0
+LOG_WIDTH = 180
 
 
 @dataclass(slots=True)
@@ -44,6 +45,8 @@ class Outcome:
 async def demo(options: StackOptions) -> int:
     """Start everything, ask, compare, stop; exit code 0 if every answer was right."""
     console = Console()
+    if not console.is_terminal:  # a log has room for whole rows
+        console = Console(width=LOG_WIDTH)
     began = time.monotonic()
     console.print("epdflow demo: real vLLM on this machine, the encoder in a process of its own")
     cases = Album(options.model).cases()

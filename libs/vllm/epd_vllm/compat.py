@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -21,11 +23,15 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",  # else the first request waits 20 s for the compiler
+    # The engine is in a process of its own all the same; this lets its worker share that process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 COMMON_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
+
+_PR_SET_PDEATHSIG = 1
 
 CHILD_SITE = str(Path(__file__).parent / "child_site")
 """Goes on the path of vLLM's child processes, which then run its ``sitecustomize`` first."""
@@ -71,9 +77,21 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
     if is_cpu:
         mend_torchvision()
-        # vLLM's children import torchvision before any plug-in of theirs is loaded.
-        inherited = os.environ.get("PYTHONPATH")
+    inherited = os.environ.get("PYTHONPATH", "")
+    if CHILD_SITE not in inherited.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (CHILD_SITE, inherited)))
+
+
+def prepare_child() -> None:
+    """What each Python process that vLLM starts does first, before it imports anything of vLLM's.
+
+    It ends with its parent: an engine whose service was killed would keep its memory for ever. And its
+    torchvision is mended, which it imports before any plug-in is loaded.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if vllm_version()[1]:
+        mend_torchvision()
 
 
 def mend_torchvision() -> None:

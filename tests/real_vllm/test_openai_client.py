@@ -21,6 +21,7 @@ TOOLS = [
         "function": {
             "name": "paint",
             "description": "Paints a shape.",
+            "strict": True,  # the arguments follow the schema, whatever the model would write
             "parameters": {
                 "type": "object",
                 "properties": {"colour": {"type": "string", "enum": ["red", "blue"]}},
@@ -52,7 +53,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "named tool": {
         "tools": TOOLS,
         "tool_choice": {"type": "function", "function": {"name": "paint"}},
-        "max_tokens": 96,
+        "max_tokens": 128,
+        "frequency_penalty": 1.5,  # or the model, which knows no JSON, writes white space for ever
     },
     "tools offered": {"tools": TOOLS, "tool_choice": "auto"},
     "json schema": {"response_format": SCHEMA},

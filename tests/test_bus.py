@@ -28,8 +28,10 @@ from epd_common.bus import (
     connection,
     declare_consumers,
     declare_streams,
-    jobs,
     streams,
+)
+from epd_common.bus import (
+    delivery as delivery_module,
 )
 from epd_common.bus.micro import micro_service
 from epd_common.errors import BadRequestError, BusyError, TooLargeError, UnavailableError
@@ -144,7 +146,7 @@ def ack_wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     def set_to(seconds: float) -> None:
         monkeypatch.setattr(streams, "ACK_WAIT_S", seconds)
-        monkeypatch.setattr(jobs, "HEARTBEAT_S", seconds / 4)
+        monkeypatch.setattr(delivery_module, "HEARTBEAT_S", seconds / 4)
 
     return set_to
 

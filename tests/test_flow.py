@@ -117,7 +117,7 @@ async def dead_letter(stack: ServiceStack, stage: str, payload: bytes) -> DeadLe
         except nats.js.errors.NotFoundError:
             return False
         letter = decode(raw.data or b"", DeadLetter)
-        if letter.payload == payload:
+        if letter.payload == payload and subjects.model_token(stack.model) in letter.subject:
             found.append(letter)
         return bool(found)
 

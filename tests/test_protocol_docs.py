@@ -16,7 +16,7 @@ import msgpack
 import msgspec
 import pytest
 
-from epd_common.bus import Bus, jobs, streams
+from epd_common.bus import Bus, delivery, streams
 from epd_common.protocol import GenerateJob, Item, Locator, Media, decode, encode, subjects
 from epd_common.protocol.asyncapi import main as asyncapi_main
 from epd_common.protocol.asyncapi import render
@@ -167,7 +167,7 @@ def test_numbers_on_the_page() -> None:
         f"drops records after {streams.WORKERS_TTL_S:g} s",
     ):
         assert text in PAGE
-    assert jobs.HEARTBEAT_S < streams.ACK_WAIT_S / 2
+    assert delivery.HEARTBEAT_S < streams.ACK_WAIT_S / 2
 
 
 def test_links_of_the_page_lead_somewhere() -> None:

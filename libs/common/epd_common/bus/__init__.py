@@ -4,7 +4,8 @@
 """
 
 from epd_common.bus.connection import Bus
-from epd_common.bus.jobs import Delivery, JobPuller
+from epd_common.bus.delivery import Delivery
+from epd_common.bus.puller import JobPuller
 from epd_common.bus.registry import Registry, WorkerView, announce
 from epd_common.bus.streams import declare_consumers, declare_streams
 

@@ -13,7 +13,14 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from epd_common.engines import AnswerHead, EngineInfo, Progress, StagedEmbedding
+from epd_common.engines import (
+    AnswerHead,
+    EngineInfo,
+    OnSized,
+    Placeholder,
+    Progress,
+    StagedEmbedding,
+)
 from epd_common.errors import BadRequestError, UpstreamError
 from epd_common.ingest.parts import text_of
 from epd_common.store.arena import map_embedding
@@ -74,6 +81,7 @@ class FakeEncoderEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.failures = 0
+        self.sizes = True
         self.refuse: bytes | None = None
         self.encoded: list[str] = []
         """Keys whose encode began."""
@@ -91,9 +99,16 @@ class FakeEncoderEngine:
         return self._info
 
     async def encode(
-        self, key: str, data: bytes, modality: str, processor_args: dict[str, Any]
+        self,
+        key: str,
+        data: bytes,
+        modality: str,
+        processor_args: dict[str, Any],
+        on_sized: OnSized,
     ) -> StagedEmbedding:
         self.encoded.append(key)
+        if self.sizes:
+            await on_sized(header(key, data, self._info.fingerprint).metadata)
         await self.gate.wait()
         if not self.alive:
             raise UpstreamError("the fake encoder is dead", stage="encode", key=key)
@@ -125,6 +140,7 @@ class FakePdEngine:
         self._dead = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
+        self._woken = asyncio.Event()
         self.status = 200
         self.padding = ""
         self.crash = False
@@ -140,13 +156,14 @@ class FakePdEngine:
     def die(self) -> None:
         self._dead.set()
         self.gate.set()
+        self._woken.set()
 
     async def start(self, progress: Progress) -> EngineInfo:
         progress("loading nothing")
         return self._info
 
     async def answer(
-        self, request_id: str, route: str, body: dict[str, Any], embeddings: list[EmbeddingHeader]
+        self, request_id: str, route: str, body: dict[str, Any], placeholders: list[Placeholder]
     ) -> AsyncGenerator[AnswerHead | bytes, None]:
         self.begun.append(request_id)
         self.running.add(request_id)
@@ -159,12 +176,12 @@ class FakePdEngine:
                 yield AnswerHead(self.status, "application/json")
                 yield json.dumps(error).encode()
             elif body.get("stream"):
-                async for piece in self._stream(route, body, embeddings):
+                async for piece in self._stream(route, body, placeholders):
                     yield piece
             else:
                 await self._hold()
                 yield AnswerHead(200, "application/json")
-                yield _whole(route, self._words(body, embeddings), body["model"])
+                yield _whole(route, await self._words(body, placeholders), body["model"])
             done = True
         finally:
             self.running.discard(request_id)
@@ -172,12 +189,12 @@ class FakePdEngine:
                 self.closed.append(request_id)
 
     async def _stream(
-        self, route: str, body: dict[str, Any], embeddings: list[EmbeddingHeader]
+        self, route: str, body: dict[str, Any], placeholders: list[Placeholder]
     ) -> AsyncGenerator[AnswerHead | bytes, None]:
         yield AnswerHead(200, "text/event-stream; charset=utf-8")
         yield _event({"object": "chat.completion.chunk", "choices": [{"delta": {"content": ""}}]})
         await self._hold()
-        for word in self._words(body, embeddings):
+        for word in await self._words(body, placeholders):
             yield _event({"choices": [{"delta": {"content": word}}]})
         yield b"data: [DONE]\n\n"
 
@@ -186,7 +203,7 @@ class FakePdEngine:
         if not self.alive:
             raise UpstreamError("the fake engine died", stage="generate")
 
-    def _words(self, body: dict[str, Any], embeddings: list[EmbeddingHeader]) -> list[str]:
+    async def _words(self, body: dict[str, Any], placeholders: list[Placeholder]) -> list[str]:
         """Read late, when all was held: an embedding that went away meanwhile is missed."""
         parts: list[Any] = [body.get("prompt")]
         for message in body.get("messages", []):
@@ -195,19 +212,28 @@ class FakePdEngine:
         words: list[str] = []
         for part in parts:
             if isinstance(part, dict) and part["type"] == "media_ref":
-                words.append(self._tag(embeddings[part["item"]]) + " ")
+                words.append(await self._tag(placeholders[part["item"]]) + " ")
             else:
                 words.append(text_of(part))
         return [*words, self.padding]
 
-    def _tag(self, expected: EmbeddingHeader) -> str:
-        found = map_embedding(self._pins / expected.key)
-        if found is None:
-            raise UpstreamError(f"embedding {expected.key} is not pinned", stage="generate")
+    async def _tag(self, expected: Placeholder) -> str:
+        """Wait for the pin, as a gated engine does, and read it."""
+        path = self._pins / expected.key
+        while not path.exists():
+            self._woken.clear()
+            await self._woken.wait()
+            if not self.alive:
+                raise UpstreamError("the fake engine died", stage="generate")
+        found = map_embedding(path)
+        assert found is not None
         found.verify()
-        if found.header != expected:
+        if found.header.key != expected.key or found.header.metadata != expected.metadata:
             raise UpstreamError(f"embedding {expected.key} is another one", stage="generate")
         return bytes(found.payload[:6]).hex()
+
+    async def wake(self) -> None:
+        self._woken.set()
 
     async def stop(self) -> None:
         self._dead.set()

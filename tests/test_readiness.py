@@ -31,8 +31,10 @@ from epd_common.store import (
     KeyStates,
     MediaStore,
     RedisEmbeddingStore,
+    SizeTable,
     open_redis,
 )
+from epd_pd.arrivals import Arrivals
 from epd_pd.pins import Pins
 from epd_pd.readiness import Readiness
 from fake_engine import header, payload
@@ -43,6 +45,15 @@ BOUND_S = 5.0
 ATTEMPTS = 3
 
 Hook = Callable[[], Awaitable[None]]
+
+
+async def all_pinned(arrivals: Arrivals) -> list[EmbeddingHeader]:
+    """The headers of a request's items, once all are pinned; the failure of the first that fails."""
+    while not arrivals.complete:
+        if arrivals.failure is not None:
+            raise arrivals.failure
+        await arrivals.next_change()
+    return arrivals.headers
 
 
 class HookedOrders(Orders):
@@ -92,6 +103,7 @@ class House:
         self.orders = HookedOrders(bus, self.states, MediaStore(redis, ttl_s=60))
         self.counters: Counter[str] = Counter()
         self.store = RedisEmbeddingStore(redis, ttl_s=60)
+        self.sizes = SizeTable(redis, self.fingerprint)
         self.pins = Pins(arena, [self.store], fingerprint=self.fingerprint, counters=self.counters)
 
     @property
@@ -110,6 +122,7 @@ class House:
             self.bus,
             self.orders,
             self.pins,
+            self.sizes,
             attempts=ATTEMPTS,
             recheck_s=recheck_s,
             counters=self.counters,
@@ -118,9 +131,10 @@ class House:
         context = OrderContext("m", self.fingerprint, "request-1", deadline=deadline)
         async with AsyncExitStack() as stack:
             async with asyncio.timeout(BOUND_S):
-                headers = await stack.enter_async_context(
-                    readiness.pinned([self.item] * items, context)
+                arrivals = await stack.enter_async_context(
+                    readiness.arriving([self.item] * items, context)
                 )
+                headers = await all_pinned(arrivals)
             yield headers
 
     async def until_right(self, **how: Any) -> None:
@@ -440,6 +454,7 @@ async def test_failure_of_one_item_releases_the_others(house: House) -> None:
         house.bus,
         house.orders,
         house.pins,
+        house.sizes,
         attempts=ATTEMPTS,
         recheck_s=NEVER_S,
         counters=house.counters,
@@ -451,8 +466,9 @@ async def test_failure_of_one_item_releases_the_others(house: House) -> None:
 
     refusing = asyncio.create_task(refuse_when_pinned())
     with pytest.raises(EpdError, match="bad"):
-        async with readiness.pinned([good, bad], OrderContext("m", house.fingerprint, "r")):
-            pytest.fail("must not begin")
+        context = OrderContext("m", house.fingerprint, "r")
+        async with readiness.arriving([good, bad], context) as arrivals:
+            await all_pinned(arrivals)
     await refusing
     assert house.pinned == []
 

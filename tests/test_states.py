@@ -81,7 +81,10 @@ async def test_ready_is_remembered_with_its_event(
     event = ready(key, claim.epoch)
     assert await states.finish(event)
     assert await one(states, key) == Claim("ready", claim.epoch, event)
-    assert await states.read([key, secrets.token_hex(32)]) == [Claim("ready", claim.epoch, event), None]
+    assert await states.read([key, secrets.token_hex(32)]) == [
+        Claim("ready", claim.epoch, event),
+        None,
+    ]
     left = await redis.pttl(f"epd:v1:state:{key}")
     assert READY_S * 900 < left <= READY_S * 1000
 

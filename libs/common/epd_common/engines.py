@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +11,9 @@ from epd_common.store.embedding import EmbeddingHeader
 
 Progress = Callable[[str], None]
 """Is told what an engine does while it starts, in a few words."""
+
+
+OnSized = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,17 @@ class StagedEmbedding:
 
 
 @dataclass(frozen=True, slots=True)
+class Placeholder:
+    """What a PD engine must know of an item before its embedding is there.
+
+    ``metadata`` sizes its place in the prompt, e.g. ``{"image_grid_thw": [1, 8, 8]}``.
+    """
+
+    key: str
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerHead:
     """Status and content type of an engine's answer; its body follows."""
 
@@ -58,9 +72,18 @@ class EncoderEngine(Protocol):
     async def start(self, progress: Progress) -> EngineInfo: ...
 
     async def encode(
-        self, key: str, data: bytes, modality: str, processor_args: dict[str, Any]
+        self,
+        key: str,
+        data: bytes,
+        modality: str,
+        processor_args: dict[str, Any],
+        on_sized: OnSized,
     ) -> StagedEmbedding:
         """Encode one item; calls that run at the same time share batches.
+
+        Args:
+            on_sized: Is awaited with the item's metadata as soon as they are known, which is before the
+                model runs.
 
         Raises:
             epd_common.errors.BadRequestError: these bytes can never be encoded.
@@ -71,7 +94,7 @@ class EncoderEngine(Protocol):
 
 
 class PdEngine(Protocol):
-    """Answers OpenAI requests whose media are embeddings pinned on this node."""
+    """Answers OpenAI requests whose media are embeddings, pinned on this node now or while it prefills."""
 
     @property
     def alive(self) -> bool:
@@ -80,13 +103,18 @@ class PdEngine(Protocol):
     async def start(self, progress: Progress) -> EngineInfo: ...
 
     def answer(
-        self, request_id: str, route: str, body: dict[str, Any], embeddings: list[EmbeddingHeader]
+        self, request_id: str, route: str, body: dict[str, Any], placeholders: list[Placeholder]
     ) -> AsyncGenerator[AnswerHead | bytes, None]:
         """An :class:`AnswerHead`, then the body in pieces. Closing the generator aborts the request.
 
+        The head comes with the first piece, so a request that fails before has a status of its own.
+
         Args:
             body: Every media part is ``{"type": "media_ref", "item": N}``.
-            embeddings: Header of the pinned embedding of item N.
+            placeholders: Of item N. Where its embedding is not pinned yet, the engine prefills up to it.
         """
+
+    async def wake(self) -> None:
+        """An embedding was pinned that a request inside the engine may wait for."""
 
     async def stop(self) -> None: ...

@@ -1,17 +1,15 @@
 """The encoder-cache connector that vLLM loads into its scheduler and worker processes.
 
 A producer's worker writes each embedding into its service's staging folder; the service verifies and
-publishes it. A consumer's scheduler finds an embedding by its pin, a file that the service put there before
-it handed the request over, and its worker maps that file. Nothing here does network I/O or waits.
+publishes it. A consumer's scheduler finds an embedding by its pin, a file that the service puts there as soon
+as the embedding is on the node, and its worker maps that file. Nothing here does network I/O or waits.
 
-Configured by ``ec_connector_extra_config``: ``staging`` (producer) or ``pins`` (consumer), folders both. A
-request names the keys to be found there in ``ec_transfer_params``, each with the fingerprint that its
-embedding must have.
+Configured by ``ec_connector_extra_config``: ``staging`` (producer) or ``pins`` (consumer), folders both.
+Which items of a request may be scheduled is for the ``Gate`` to say.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,15 +25,13 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
     collect_ec_item_metadata,
 )
 
-from epd_common.store.embedding import IntegrityError
-from epd_vllm.embedding_io import map_tensor, read_header, write_staged
+from epd_vllm.embedding_io import map_tensor, write_staged
+from epd_vllm.gate import Gate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -53,58 +49,21 @@ class EpdConnector(ECConnectorBase):
         super().__init__(vllm_config=vllm_config, role=role)
         config = vllm_config.ec_transfer_config
         self._staging = Path(config.get_from_extra_config("staging", ""))
-        self._pins = Path(config.get_from_extra_config("pins", ""))
+        self.gate = Gate(Path(config.get_from_extra_config("pins", "")))
+        self.sleep_when_stalled: bool = config.get_from_extra_config("sleep_when_stalled", True)
         self._loads: set[str] = set()
-        self._found: dict[str, bool] = {}
-        self._unavailable: set[str] = set()
         self._resolver = PlaceholderMetadataResolver(vllm_config.model_config)
 
     # -- scheduler: consumer -------------------------------------------------------------------
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether the item is pinned. One answer for a whole scheduling pass, so that all agree."""
-        if not self.is_consumer:
-            return False
-        if identifier not in self._found:
-            self._found[identifier] = (self._pins / identifier).exists()
-        return self._found[identifier]
+        return self.is_consumer and self.gate.pinned(identifier)
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """False if an item that is still to be read is unusable; the request then fails alone.
-
-        Checking size, rows and fingerprint here, where one request can be refused, is what keeps a wrong
-        file from raising in the worker, which would take the engine with it.
-        """
-        managed = request.ec_transfer_params or {}
-        for feature in request.mm_features if self.is_consumer else ():
-            position = feature.mm_position
-            if feature.identifier not in managed:
-                continue
-            if position.offset + position.length <= num_computed_tokens:
-                continue
-            wanted = managed[feature.identifier]["fingerprint"]
-            if reason := self._fault(feature.identifier, position.get_num_embeds(), wanted):
-                logger.error("request %s: %s", request.request_id, reason)
-                self._unavailable.add(request.request_id)
-                return False
-        return True
-
-    def _fault(self, identifier: str, placeholders: int, fingerprint: str) -> str | None:
-        try:
-            header = read_header(self._pins / identifier)
-        except FileNotFoundError:
-            return f"embedding {identifier} is not pinned on this node"
-        except IntegrityError as error:
-            return error.message
-        if header.rows != placeholders:
-            return f"embedding {identifier} has {header.rows} rows for {placeholders} placeholders"
-        if header.fingerprint != fingerprint:
-            return f"embedding {identifier} was made by another model: {header.fingerprint}"
-        return None
+        return not self.is_consumer or self.gate.admits(request, num_computed_tokens)
 
     def take_unavailable_requests(self) -> set[str]:
-        taken, self._unavailable = self._unavailable, set()
-        return taken
+        return self.gate.take_unavailable()
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         identifier = request.mm_features[index].identifier
@@ -123,11 +82,12 @@ class EpdConnector(ECConnectorBase):
                 for feature in request.mm_features
             ]
         self._loads.clear()
-        self._found.clear()
+        self.gate.new_pass()
         return step
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Report identifier and grid of each encoded item with the answer."""
+        """A producer reports identifier and grid of each encoded item with the answer."""
+        self.gate.forget(request.request_id)
         if not self.is_producer:
             return False, None
         return False, collect_ec_item_metadata(request.mm_features, self._resolver) or None
@@ -139,7 +99,7 @@ class EpdConnector(ECConnectorBase):
         assert isinstance(step, StepItems)
         for identifier in step.loads:
             if identifier not in encoder_cache:
-                tensor = map_tensor(self._pins / identifier)
+                tensor = map_tensor(self.gate.path(identifier))
                 encoder_cache[identifier] = tensor.to(_device())
 
     def start_save_caches(self, **kwargs: Any) -> None:

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from epd_common.engines import EngineInfo, Progress, StagedEmbedding
+from epd_common.engines import EngineInfo, OnSized, Progress, StagedEmbedding
 from epd_common.errors import BadRequestError, UpstreamError
 from epd_common.store.embedding import IntegrityError
 from epd_vllm.embedding_io import seal
@@ -16,6 +16,8 @@ from epd_vllm.launch import engine_arguments, launch
 from epd_vllm.model import describe
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class VllmEncoderEngine:
         self._extra = extra_arguments
         self._engine: AsyncLLM | None = None
         self._info: EngineInfo | None = None
+        self._resolver: PlaceholderMetadataResolver | None = None
         self._placeholder = 0
         self._numbers = itertools.count()
 
@@ -74,16 +77,25 @@ class VllmEncoderEngine:
             self._engine, model=self._model, served=self._served, revision=self._revision
         )
         self._placeholder = int(self._engine.model_config.hf_config.image_token_id)
+        self._resolver = await asyncio.to_thread(_resolver, self._engine.model_config)
         progress("ready")
         return self._info
 
     async def encode(
-        self, key: str, data: bytes, modality: str, processor_args: dict[str, Any]
+        self,
+        key: str,
+        data: bytes,
+        modality: str,
+        processor_args: dict[str, Any],
+        on_sized: OnSized,
     ) -> StagedEmbedding:
         if self._engine is None or self._info is None:
             raise RuntimeError("the engine was not started")
         picture = await asyncio.to_thread(_load_picture, data)
-        identifier, metadata = await self._run(key, picture, processor_args)
+        rendered = await self._render(key, picture, processor_args)
+        if metadata := self._metadata(rendered):
+            await on_sized(metadata)
+        identifier, metadata = await self._run(key, rendered)
         path = self._staging / identifier
         try:
             header = await asyncio.to_thread(
@@ -98,13 +110,9 @@ class VllmEncoderEngine:
             raise
         return StagedEmbedding(path, header)
 
-    async def _run(
-        self, key: str, picture: Any, processor_args: dict[str, Any]
-    ) -> tuple[str, dict[str, Any]]:
-        """Have the engine encode one picture; the identifier it used and the item's metadata."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError
+    async def _render(self, key: str, picture: Any, processor_args: dict[str, Any]) -> Any:
+        """Have vLLM's renderer preprocess a picture; the result is what the engine takes."""
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         assert self._engine is not None
         prompt: dict[str, Any] = {
@@ -114,13 +122,48 @@ class VllmEncoderEngine:
         }
         if processor_args:
             prompt["mm_processor_kwargs"] = processor_args
+        renderer = self._engine.renderer
+        try:
+            parsed = parse_model_prompt(self._engine.model_config, prompt)
+            (rendered,) = await renderer.render_cmpl_async(
+                [parsed], renderer.default_cmpl_tok_params
+            )
+        except ValueError as error:
+            raise BadRequestError(
+                f"the model cannot take this picture: {error}", code="media_not_encodable", key=key
+            ) from error
+        return rendered
+
+    def _metadata(self, rendered: Any) -> dict[str, Any]:
+        """What a consumer must know of a rendered item in place of its pixels.
+
+        The same fields that the engine reports with the finished item; a consumer asks for exactly these.
+        """
+        import torch
+
+        assert self._resolver is not None
+        (item,) = rendered["mm_kwargs"]["image"]
+        wanted = self._resolver.fields_for("image")
+        return {
+            name: torch.atleast_1d(value).tolist() if isinstance(value, torch.Tensor) else value
+            for name, value in item.get_data().items()
+            if name in wanted
+        }
+
+    async def _run(self, key: str, rendered: Any) -> tuple[str, dict[str, Any]]:
+        """Have the engine encode a rendered item; the identifier it used and the item's metadata."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        assert self._engine is not None
         sampling = SamplingParams(
             max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         request_id = f"encode-{next(self._numbers)}"
         final = None
         try:
-            async for output in self._engine.generate(prompt, sampling, request_id):
+            async for output in self._engine.generate(rendered, sampling, request_id):
                 final = output
         except EngineDeadError as error:
             raise UpstreamError("the encoder's engine died", stage="encode", key=key) from error
@@ -140,6 +183,14 @@ class VllmEncoderEngine:
         if self._engine is not None:
             await asyncio.to_thread(self._engine.shutdown)
             self._engine = None
+
+
+def _resolver(config: ModelConfig) -> PlaceholderMetadataResolver:
+    from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
+
+    resolver = PlaceholderMetadataResolver(config)
+    resolver.fields_for("image")  # builds a processor, which takes a while
+    return resolver
 
 
 def _load_picture(data: bytes) -> Any:

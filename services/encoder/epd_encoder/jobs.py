@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from epd_common.bus import Bus, Delivery
 from epd_common.engines import EncoderEngine, EngineInfo
@@ -117,7 +118,13 @@ class EncodeHandler:
             return self._event(job, delivery, present.header, encode_s=0.0)
         data = await self._media_of(job)
         started = time.monotonic()
-        staged = await self._engine.encode(job.key, data, job.modality, job.processor_args)
+
+        async def on_sized(metadata: dict[str, Any]) -> None:
+            await self._announce_size(job, metadata)
+
+        staged = await self._engine.encode(
+            job.key, data, job.modality, job.processor_args, on_sized
+        )
         encode_s = time.monotonic() - started
         await asyncio.to_thread(self._arena.adopt, staged.path, staged.header)
         self._counters["encoded"] += 1
@@ -144,6 +151,19 @@ class EncodeHandler:
                 key=job.key,
             )
         return data
+
+    async def _announce_size(self, job: EncodeJob, metadata: dict[str, Any]) -> None:
+        """Tell PD workers how much room the item takes, before its embedding is there."""
+        event = EmbeddingEvent(
+            key=job.key,
+            epoch=job.epoch,
+            state="sized",
+            fingerprint=self._info.fingerprint,
+            metadata=metadata,
+            encoder=self._worker,
+        )
+        if await self._states.size(event):
+            await self._bus.emit(subjects.ready_subject(job.key), event)
 
     async def _announce(self, event: EmbeddingEvent) -> None:
         """Record the state, then tell who waits. A newer epoch makes both of no effect."""

@@ -24,6 +24,7 @@ async def serve(settings: PdSettings, stop: asyncio.Event) -> None:
             pins=pins,
             max_batch=settings.max_num_seqs,
             max_items=settings.max_items,
+            sleep_when_stalled=settings.sleep_when_stalled,
             extra_arguments=settings.engine_args,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import math
 import time
@@ -27,6 +28,8 @@ from epd_common.orders import OrderContext
 from epd_common.protocol import GenerateJob, ProtocolError, decode
 from epd_common.store import MediaStore
 from epd_common.tasks import end
+from epd_pd.admission import Admission, text_before_first_item
+from epd_pd.arrivals import Arrivals, ForecastError
 from epd_pd.cancels import Cancels
 from epd_pd.frames import FrameWriter
 from epd_pd.readiness import Readiness
@@ -54,6 +57,7 @@ class GenerateHandler:
         ingest: Ingest,
         media: MediaStore,
         readiness: Readiness,
+        admission: Admission,
         cancels: Cancels,
         worker: str,
         deadline_s: float,
@@ -65,6 +69,7 @@ class GenerateHandler:
         self._ingest = ingest
         self._media = media
         self._readiness = readiness
+        self._admission = admission
         self._cancels = cancels
         self._worker = worker
         self._deadline_s = deadline_s
@@ -169,23 +174,57 @@ class GenerateHandler:
             deadline=job.deadline,
             traceparent=job.traceparent,
         )
-        try:
-            async with (
-                self._readiness.pinned(prepared.items, context) as headers,
-                asyncio.timeout(job.deadline - time.time()),
-            ):
-                await self._stream(job, prepared.body, headers, writer)
-        except TimeoutError:
-            raise DeadlineError(
-                "the deadline passed while the answer was being generated", stage="generate"
-            ) from None
+        async with self._readiness.arriving(prepared.items, context) as arrivals:
+            try:
+                async with asyncio.timeout(job.deadline - time.time()):
+                    await self._generate(job, prepared.body, arrivals, writer)
+            except TimeoutError:
+                raise _late(arrivals) from None
+
+    async def _generate(
+        self, job: GenerateJob, body: dict[str, Any], arrivals: Arrivals, writer: FrameWriter
+    ) -> None:
+        """Have the engine answer, while items arrive.
+
+        Until the last one is there the engine can say nothing, so a wrong forecast costs another beginning
+        and nothing else.
+        """
+        text_before = text_before_first_item(body)
+        while True:
+            async with self._admission.enter(arrivals, text_before):
+                streaming = asyncio.ensure_future(self._stream(job, body, arrivals, writer))
+                watching = asyncio.ensure_future(self._watch(arrivals))
+                try:
+                    await asyncio.wait((streaming, watching), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    await end(streaming, watching)
+            failure = arrivals.failure
+            if failure is None:
+                return streaming.result()
+            if not isinstance(failure, ForecastError):
+                raise failure
+            self._counters["wrong_forecasts"] += 1
+            arrivals.begin_again()
+
+    async def _watch(self, arrivals: Arrivals) -> None:
+        """Wake the engine for each item that arrives; return when one fails."""
+        while arrivals.failure is None:
+            await self._engine.wake()
+            if arrivals.complete:
+                await asyncio.Event().wait()  # nothing more can happen
+            await arrivals.next_change()
 
     async def _stream(
-        self, job: GenerateJob, body: dict[str, Any], headers: list[Any], writer: FrameWriter
+        self, job: GenerateJob, body: dict[str, Any], arrivals: Arrivals, writer: FrameWriter
     ) -> None:
-        answer = self._engine.answer(job.request_id, job.route, body, headers)
+        # The engine puts its own parts into the body; the next beginning needs it as it was.
+        answer = self._engine.answer(
+            job.request_id, job.route, copy.deepcopy(body), arrivals.placeholders()
+        )
         async with contextlib.aclosing(answer):
             async for part in answer:
+                if arrivals.failure is not None:
+                    return  # what the engine says of a missing or unfit item is not the answer
                 if isinstance(part, AnswerHead):
                     await writer.head(part.status, part.content_type)
                 else:
@@ -208,3 +247,14 @@ class GenerateHandler:
         body = parse_body(raw)
         body.setdefault("model", job.model)
         return body
+
+
+def _late(arrivals: Arrivals) -> DeadlineError:
+    """The deadline's error, with the stage that was waited for."""
+    if (key := arrivals.first_missing) is not None:
+        return DeadlineError(
+            f"the deadline passed while item {key} was being encoded", stage="encode", key=key
+        )
+    return DeadlineError(
+        "the deadline passed while the answer was being generated", stage="generate"
+    )

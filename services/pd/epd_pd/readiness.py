@@ -17,11 +17,12 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from epd_common.bus import Bus
-from epd_common.errors import DeadlineError, UpstreamError, from_status
+from epd_common.errors import DeadlineError, EpdError, UpstreamError, from_status
 from epd_common.orders import OrderContext, Orders
 from epd_common.protocol import EmbeddingEvent, Item, ProtocolError, decode, subjects
-from epd_common.store import Claim, EmbeddingHeader
+from epd_common.store import Claim, EmbeddingHeader, SizeTable
 from epd_common.tasks import end
+from epd_pd.arrivals import Arrivals
 from epd_pd.pins import Pins
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class Readiness:
     """Makes the embeddings of a request ready on this node.
 
     Args:
+        sizes: Forecasts metadata, and learns from what comes.
         attempts: Times an item is ordered in all on behalf of one request.
         recheck_s: Seconds between looks at the state while no event comes.
     """
@@ -40,6 +42,7 @@ class Readiness:
         bus: Bus,
         orders: Orders,
         pins: Pins,
+        sizes: SizeTable,
         *,
         attempts: int,
         recheck_s: float,
@@ -48,33 +51,64 @@ class Readiness:
         self._bus = bus
         self._orders = orders
         self._pins = pins
+        self._sizes = sizes
         self._attempts = attempts
         self._recheck_s = recheck_s
         self._counters = counters
 
     @contextlib.asynccontextmanager
-    async def pinned(
+    async def arriving(
         self, items: Sequence[Item], context: OrderContext
-    ) -> AsyncIterator[list[EmbeddingHeader]]:
-        """The headers of all items, pinned for as long as the context is open.
+    ) -> AsyncIterator[Arrivals]:
+        """The items on their way; each is pinned from its arrival until the context is left.
 
-        Raises:
-            EpdError: an item cannot be encoded, or the deadline passed; it names stage and key.
+        What goes wrong with an item is the arrivals' ``failure``: an ``EpdError`` that names stage and key.
         """
+        arrivals = Arrivals(items)
         taken: list[str] = []
-        waits = [asyncio.ensure_future(self._one(item, context, taken)) for item in items]
+        waits = [
+            asyncio.ensure_future(self._follow(index, arrivals, context, taken))
+            for index in range(len(items))
+        ]
         try:
-            if waits:
-                # Not `gather`, which a cancel does not end before all of them have heeded it.
-                await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
-            yield [wait.result() for wait in waits if wait.done()]  # or raise the failure
+            if items:
+                for index, metadata in enumerate(await self._sizes.look_up(items)):
+                    if metadata is not None:
+                        arrivals.forecast(index, metadata)
+            yield arrivals
         finally:
             await end(*waits)
-            await asyncio.gather(*waits, return_exceptions=True)  # failures after the first
             for key in taken:
                 self._pins.release(key)
 
-    async def _one(self, item: Item, context: OrderContext, taken: list[str]) -> EmbeddingHeader:
+    async def _follow(
+        self, index: int, arrivals: Arrivals, context: OrderContext, taken: list[str]
+    ) -> None:
+        """Wait for one item; its arrival or failure is noted in ``arrivals``."""
+        item = arrivals.items[index]
+        try:
+            header = await self._one(item, index, arrivals, context, taken)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # the request's task raises it
+            arrivals.fail(error)
+            return
+        arrivals.arrive(index, header)
+        try:
+            await self._sizes.add(
+                item.modality, item.width, item.height, item.processor_args, header.metadata
+            )
+        except EpdError as error:
+            logger.warning("size not noted: %s", error, extra={"key": item.key})
+
+    async def _one(
+        self,
+        item: Item,
+        index: int,
+        arrivals: Arrivals,
+        context: OrderContext,
+        taken: list[str],
+    ) -> EmbeddingHeader:
         """Wait until one item is pinned, and note that in ``taken``."""
         async with self._events(item.key) as events:
             claim = await self._claim(item, context, useless=0)
@@ -82,6 +116,10 @@ class Readiness:
             while True:
                 failure: EmbeddingEvent | None = None
                 if claim.state == "ready":
+                    if (
+                        claim.event is not None
+                    ):  # before the pin can be seen, which must fit the prompt
+                        arrivals.forecast(index, claim.event.metadata)
                     header = await self._pins.take(item.key)
                     if header is not None:
                         taken.append(item.key)
@@ -90,12 +128,16 @@ class Readiness:
                 elif claim.state == "failed":
                     failure = claim.event
                 else:
+                    if claim.event is not None:
+                        arrivals.forecast(index, claim.event.metadata)
                     event = await self._next(events, item.key, context.deadline)
-                    if event is not None and event.epoch >= claim.epoch:
+                    if event is None or event.epoch < claim.epoch:
+                        claim = await self._claim(item, context, useless=0)
+                    elif event.state == "sized":
+                        claim = Claim("pending", event.epoch, event)
+                    else:
                         ready = event.state == "ready"
                         claim = Claim("ready" if ready else "failed", event.epoch, event)
-                    else:
-                        claim = await self._claim(item, context, useless=0)
                     continue
                 if (failure is not None and failure.status < 500) or orders >= self._attempts:
                     raise _gave_up(item.key, failure, orders)
@@ -132,7 +174,7 @@ class Readiness:
 
     @contextlib.asynccontextmanager
     async def _events(self, key: str) -> AsyncIterator[asyncio.Queue[EmbeddingEvent]]:
-        """Ready and failed events of a key, from before this returns."""
+        """The events of a key, from before this returns."""
         events: asyncio.Queue[EmbeddingEvent] = asyncio.Queue(maxsize=64)
 
         async def on_event(message: Msg) -> None:
@@ -141,7 +183,7 @@ class Readiness:
             except ProtocolError as error:
                 logger.warning("dropping an event: %s", error, extra={"key": key})
                 return
-            if event.key == key and event.state != "sized" and not events.full():
+            if event.key == key and not events.full():
                 events.put_nowait(event)
 
         subscription = await self._bus.subscribe(subjects.ready_subject(key), on_event)

@@ -17,9 +17,11 @@ from epd_common.store import (
     KeyStates,
     MediaStore,
     RedisEmbeddingStore,
+    SizeTable,
     open_redis,
 )
 from epd_common.worker import Worker
+from epd_pd.admission import Admission
 from epd_pd.cancels import Cancels
 from epd_pd.jobs import GenerateHandler
 from epd_pd.pins import Pins
@@ -80,10 +82,12 @@ class PdService:
                     bus,
                     orders,
                     Pins(arena, remote, fingerprint=info.fingerprint, counters=worker.counters),
+                    SizeTable(redis, info.fingerprint),
                     attempts=settings.encode_attempts,
                     recheck_s=settings.recheck_s,
                     counters=worker.counters,
                 ),
+                admission=Admission(settings.max_incomplete),
                 cancels=cancels,
                 worker=settings.worker_id,
                 deadline_s=settings.deadline_s,

@@ -10,6 +10,7 @@ from epd_common.store.embedding import Embedding, EmbeddingHeader, IntegrityErro
 from epd_common.store.media import MediaStore, StoredFile, UploadedFile
 from epd_common.store.redis_client import open_redis
 from epd_common.store.redis_store import RedisEmbeddingStore
+from epd_common.store.sizes import SizeTable
 from epd_common.store.states import Claim, KeyStates
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "KeyStates",
     "MediaStore",
     "RedisEmbeddingStore",
+    "SizeTable",
     "StoreFullError",
     "StoredFile",
     "UploadedFile",

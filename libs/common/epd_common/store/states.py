@@ -68,6 +68,14 @@ redis.call('PEXPIRE', KEYS[1], 10 * tonumber(ARGV[2]))
 return 1
 """
 
+# KEYS: one state name. ARGV: epoch, event.
+_SIZE = """
+local found = redis.call('HMGET', KEYS[1], 'state', 'epoch')
+if found[1] ~= 'pending' or found[2] ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'event', ARGV[2])
+return 1
+"""
+
 # KEYS: one state name. ARGV: epoch.
 _ABANDON = """
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return 0 end
@@ -81,7 +89,10 @@ has them tried again."""
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a claim found. ``claimed`` means: publish the encode job, with this epoch."""
+    """What a claim found. ``claimed`` means: publish the encode job, with this epoch.
+
+    ``event`` is the last one of this epoch: ``ready``, ``failed``, or ``sized`` while it is pending.
+    """
 
     state: ClaimState
     epoch: int
@@ -103,6 +114,7 @@ class KeyStates:
         self._claim = redis.register_script(_CLAIM)
         self._finish = redis.register_script(_FINISH)
         self._begin = redis.register_script(_BEGIN)
+        self._size = redis.register_script(_SIZE)
         self._abandon = redis.register_script(_ABANDON)
 
     async def claim(
@@ -150,6 +162,13 @@ class KeyStates:
         with redis_errors():
             args = [epoch, self._lease_ms]
             return bool(await self._begin(keys=[_PREFIX + key], args=args))
+
+    async def size(self, event: EmbeddingEvent) -> bool:
+        """Note the metadata of a pending item, for those who come later. False if it is not pending."""
+        with redis_errors():
+            return bool(
+                await self._size(keys=[_PREFIX + event.key], args=[event.epoch, encode(event)])
+            )
 
     async def finish(self, event: EmbeddingEvent) -> bool:
         """Record a ready or failed event. False if a newer epoch is under way: then it changes nothing."""

@@ -1,0 +1,75 @@
+"""Sizes seen before: from a picture's size to the metadata that its embedding had.
+
+How many rows a picture gives depends on its size and the processor's arguments alone, so a size that was
+encoded once needs no encoder to tell. It is a forecast: the real metadata decide when they arrive.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+
+from epd_common.protocol.jobs import Item
+from epd_common.store.redis_client import as_bytes, redis_errors
+
+_PREFIX = "epd:v1:sizes:"
+MAX_SIZES = 20_000
+"""Sizes kept of one model; beyond this new ones are not added."""
+
+TTL_S = 7 * 24 * 3600
+
+
+class SizeTable:
+    """The table of one model, in Redis, with what this process has seen in memory."""
+
+    def __init__(self, redis: Redis, fingerprint: str) -> None:
+        self._redis = redis
+        self._name = _PREFIX + fingerprint
+        self._seen: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    async def look_up(self, items: Sequence[Item]) -> list[dict[str, Any] | None]:
+        """The metadata to expect of each item; None where its size is new."""
+        names = [
+            _name(item.modality, item.width, item.height, item.processor_args) for item in items
+        ]
+        unknown = [name for name in dict.fromkeys(names) if name not in self._seen]
+        if unknown:
+            with redis_errors():
+                found = await self._redis.hmget(self._name, unknown)
+            for name, raw in zip(unknown, found, strict=True):
+                if raw is not None:
+                    self._remember(name, msgspec.msgpack.decode(as_bytes(raw)))
+        return [self._seen.get(name) for name in names]
+
+    async def add(
+        self,
+        modality: str,
+        width: int,
+        height: int,
+        processor_args: dict[str, Any],
+        metadata: dict[str, Any],
+    ) -> None:
+        """Note what a size gave; known ones cost nothing."""
+        name = _name(modality, width, height, processor_args)
+        if not width or not height or self._seen.get(name) == metadata:
+            return
+        self._remember(name, metadata)
+        with redis_errors():
+            if await self._redis.hlen(self._name) < MAX_SIZES:
+                await self._redis.hset(self._name, name, msgspec.msgpack.encode(metadata))
+                await self._redis.expire(self._name, TTL_S)
+
+    def _remember(self, name: str, metadata: dict[str, Any]) -> None:
+        self._seen[name] = metadata
+        while len(self._seen) > MAX_SIZES:
+            self._seen.popitem(last=False)
+
+
+def _name(modality: str, width: int, height: int, processor_args: dict[str, Any]) -> str:
+    args = json.dumps(processor_args, sort_keys=True, separators=(",", ":"))
+    return f"{modality}:{width}x{height}:{args}"

@@ -1,0 +1,81 @@
+"""vLLM's scheduler, which joins gate, connector and cache manager, and sleeps while all requests wait.
+
+While a request waits inside the engine, vLLM's core loop polls every millisecond. With ``sleep_when_stalled``
+in the connector's extra configuration this scheduler says that it has nothing to do when its last pass
+scheduled nothing and every reason is a missing embedding. Any message to the engine makes it look again, so
+whoever pins an embedding sends one (``VllmPdEngine.wake``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from epd_vllm.cache_manager import GatedEncoderCacheManager
+from epd_vllm.connector import EpdConnector
+from epd_vllm.gate import Gate
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+
+class _Gated(Scheduler):
+    """What both variants add to vLLM's scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stalled = False
+        self._sleeps = False
+        self._gate: Gate | None = None
+        if isinstance(self.ec_connector, EpdConnector) and self.ec_connector.is_consumer:
+            self._gate = self.ec_connector.gate
+            self._gate.manager = self.encoder_cache_manager
+            self._sleeps = self.ec_connector.sleep_when_stalled
+            if isinstance(self.encoder_cache_manager, GatedEncoderCacheManager):
+                self.encoder_cache_manager.gate = self._gate
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._gate is None:
+            return super().schedule(*args, **kwargs)
+        self._gate.missing.clear()
+        output = super().schedule(*args, **kwargs)
+        self._stalled = output.total_num_scheduled_tokens == 0 and bool(self._gate.missing)
+        return output
+
+    def add_request(self, request: Request) -> None:
+        self._stalled = False
+        super().add_request(request)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        self._stalled = False
+        return super().finish_requests(*args, **kwargs)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if scheduler_output.total_num_scheduled_tokens:
+            self._stalled = False  # with async scheduling a step was under way
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def has_requests(self) -> bool:
+        if not super().has_requests():
+            return False
+        if not (self._sleeps and self._stalled) or self._gate is None:
+            return True
+        if self.finished_req_ids or self._gate.has_unavailable or self._gate.arrived():
+            self._stalled = False
+            return True
+        return False
+
+
+class GatedScheduler(_Gated):
+    """For engines without async scheduling."""
+
+
+class GatedAsyncScheduler(_Gated, AsyncScheduler):
+    """For engines with async scheduling, which is vLLM's default on GPUs."""

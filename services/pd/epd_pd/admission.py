@@ -1,0 +1,100 @@
+"""When a request enters the engine: all its items' metadata are known, and there is something to prefill.
+
+A request whose embeddings are not all there occupies a slot of the engine while it waits. So only some may
+be inside at a time, fewer than the engine runs, and the rest wait outside; those that are complete, and
+text-only ones, are never behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from epd_pd.arrivals import Arrivals
+
+TEXT_WORTH_PREFILLING = 64
+"""Characters before the first item from which it pays to begin without that item."""
+
+
+def may_enter(arrivals: Arrivals, text_before: int) -> bool:
+    """Whether an incomplete request has something to prefill. Pure policy."""
+    if not arrivals.sized:
+        return False
+    return arrivals.first_is_here or text_before >= TEXT_WORTH_PREFILLING
+
+
+def text_before_first_item(body: dict[str, Any]) -> int:
+    """Characters of a chat body's messages that stand before its first media reference."""
+    characters = 0
+    for message in body.get("messages", ()):
+        content = message.get("content")
+        if isinstance(content, str):
+            characters += len(content)
+            continue
+        for part in content or ():
+            if part.get("type") == "media_ref":
+                return characters
+            characters += len(part.get("text") or "")
+    return characters
+
+
+class Admission:
+    """Lets requests into the engine.
+
+    Args:
+        max_incomplete: Requests inside that still wait for embeddings, at most; 0 holds every request
+            outside until all its embeddings are there.
+    """
+
+    def __init__(self, max_incomplete: int) -> None:
+        self._free = max_incomplete
+        self._freed = asyncio.Event()
+        self.entered_early = 0
+
+    @contextlib.asynccontextmanager
+    async def enter(self, arrivals: Arrivals, text_before: int) -> AsyncIterator[None]:
+        """Wait until the request may enter; its slot is given back when it is complete, or at the end.
+
+        Raises:
+            BaseException: the failure of an item.
+        """
+        await self._wait(arrivals, text_before)
+        if arrivals.complete:
+            yield
+            return
+        self._free -= 1
+        self.entered_early += 1
+        completing = asyncio.ensure_future(self._release_when_complete(arrivals))
+        try:
+            yield
+        finally:
+            completing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await completing
+
+    async def _wait(self, arrivals: Arrivals, text_before: int) -> None:
+        while True:
+            if arrivals.failure is not None:
+                raise arrivals.failure
+            if arrivals.complete or (self._free > 0 and may_enter(arrivals, text_before)):
+                return
+            self._freed.clear()
+            waits = [
+                asyncio.ensure_future(arrivals.next_change()),
+                asyncio.ensure_future(self._freed.wait()),
+            ]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    async def _release_when_complete(self, arrivals: Arrivals) -> None:
+        try:
+            while not arrivals.complete:
+                await arrivals.next_change()
+        finally:
+            self._free += 1
+            self._freed.set()

@@ -1,0 +1,100 @@
+"""What a request waits for: for each item first its metadata, then its embedding."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from epd_common.engines import Placeholder
+from epd_common.protocol import Item
+from epd_common.store import EmbeddingHeader
+
+
+class ForecastError(Exception):
+    """An item came with other metadata than were expected of its size; the prompt must be made anew."""
+
+
+class Arrivals:
+    """The items of one request, on their way."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.items = list(items)
+        self._changed = asyncio.Event()
+        self.failure: BaseException | None = None
+        self._metadata: list[dict[str, Any] | None] = [None] * len(items)
+        self._headers: list[EmbeddingHeader | None] = [None] * len(items)
+        self._used: list[dict[str, Any]] | None = None
+
+    @property
+    def sized(self) -> bool:
+        """Whether the prompt can be made: the metadata of all items are known."""
+        return all(known is not None for known in self._metadata)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all embeddings are pinned."""
+        return self.first_missing is None
+
+    @property
+    def first_missing(self) -> str | None:
+        """Key of the first item that is not pinned."""
+        for item, header in zip(self.items, self._headers, strict=True):
+            if header is None:
+                return item.key
+        return None
+
+    @property
+    def headers(self) -> list[EmbeddingHeader]:
+        """Of those that are pinned."""
+        return [header for header in self._headers if header is not None]
+
+    @property
+    def first_is_here(self) -> bool:
+        """Whether the first item of the prompt is pinned."""
+        return not self._headers or self._headers[0] is not None
+
+    def placeholders(self) -> list[Placeholder]:
+        """What the engine is told of the items now. Metadata that turn out otherwise are a failure."""
+        known = [metadata for metadata in self._metadata if metadata is not None]
+        self._used = list(known)
+        return [
+            Placeholder(item.key, metadata)
+            for item, metadata in zip(self.items, known, strict=True)
+        ]
+
+    async def next_change(self) -> None:
+        """Return when anything becomes known from now on.
+
+        Who looks at the state first, without awaiting in between, misses no change, however many wait.
+        """
+        self._changed.clear()
+        await self._changed.wait()
+
+    def forecast(self, index: int, metadata: dict[str, Any]) -> None:
+        """Metadata from the table of sizes or an encoder's ``sized`` event."""
+        if self._headers[index] is None and self._metadata[index] != metadata:
+            self._note(index, metadata)
+
+    def arrive(self, index: int, header: EmbeddingHeader) -> None:
+        """The embedding is pinned; its own metadata are the real ones."""
+        self._headers[index] = header
+        self._note(index, header.metadata)
+
+    def fail(self, failure: BaseException) -> None:
+        """The first failure of an item is that of the request."""
+        if self.failure is None:
+            self.failure = failure
+        self._changed.set()
+
+    def begin_again(self) -> None:
+        """The prompt is made anew, after a forecast was wrong."""
+        self._used = None
+        if isinstance(self.failure, ForecastError):
+            self.failure = None
+
+    def _note(self, index: int, metadata: dict[str, Any]) -> None:
+        self._metadata[index] = metadata
+        if self._used is not None and self._used[index] != metadata:
+            self.fail(ForecastError(self.items[index].key))
+        self._changed.set()

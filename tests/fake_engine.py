@@ -175,13 +175,16 @@ class FakePdEngine:
                 error = {"error": {"message": "the engine refuses", "code": "engine_says_no"}}
                 yield AnswerHead(self.status, "application/json")
                 yield json.dumps(error).encode()
-            elif body.get("stream"):
+                done = True
+                return
+            await self._prefill(placeholders)
+            if body.get("stream"):
                 async for piece in self._stream(route, body, placeholders):
                     yield piece
             else:
                 await self._hold()
                 yield AnswerHead(200, "application/json")
-                yield _whole(route, await self._words(body, placeholders), body["model"])
+                yield _whole(route, self._words(body, placeholders), body["model"])
             done = True
         finally:
             self.running.discard(request_id)
@@ -194,7 +197,7 @@ class FakePdEngine:
         yield AnswerHead(200, "text/event-stream; charset=utf-8")
         yield _event({"object": "chat.completion.chunk", "choices": [{"delta": {"content": ""}}]})
         await self._hold()
-        for word in await self._words(body, placeholders):
+        for word in self._words(body, placeholders):
             yield _event({"choices": [{"delta": {"content": word}}]})
         yield b"data: [DONE]\n\n"
 
@@ -203,7 +206,7 @@ class FakePdEngine:
         if not self.alive:
             raise UpstreamError("the fake engine died", stage="generate")
 
-    async def _words(self, body: dict[str, Any], placeholders: list[Placeholder]) -> list[str]:
+    def _words(self, body: dict[str, Any], placeholders: list[Placeholder]) -> list[str]:
         """Read late, when all was held: an embedding that went away meanwhile is missed."""
         parts: list[Any] = [body.get("prompt")]
         for message in body.get("messages", []):
@@ -212,21 +215,25 @@ class FakePdEngine:
         words: list[str] = []
         for part in parts:
             if isinstance(part, dict) and part["type"] == "media_ref":
-                words.append(await self._tag(placeholders[part["item"]]) + " ")
+                words.append(self._tag(placeholders[part["item"]]) + " ")
             else:
                 words.append(text_of(part))
         return [*words, self.padding]
 
-    async def _tag(self, expected: Placeholder) -> str:
-        """Wait for the pin, as a gated engine does, and read it."""
+    async def _prefill(self, placeholders: list[Placeholder]) -> None:
+        """Wait for the pins, as a gated engine does, before the first piece of an answer."""
+        for expected in placeholders:
+            while not (self._pins / expected.key).exists():
+                self._woken.clear()
+                await self._woken.wait()
+                if not self.alive:
+                    raise UpstreamError("the fake engine died", stage="generate")
+
+    def _tag(self, expected: Placeholder) -> str:
         path = self._pins / expected.key
-        while not path.exists():
-            self._woken.clear()
-            await self._woken.wait()
-            if not self.alive:
-                raise UpstreamError("the fake engine died", stage="generate")
         found = map_embedding(path)
-        assert found is not None
+        if found is None:
+            raise UpstreamError(f"embedding {expected.key} is not pinned", stage="generate")
         found.verify()
         if found.header.key != expected.key or found.header.metadata != expected.metadata:
             raise UpstreamError(f"embedding {expected.key} is another one", stage="generate")

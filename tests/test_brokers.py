@@ -234,7 +234,7 @@ async def test_a_folder_in_use_is_refused(
     brokers: Brokers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("epd_cli.brokers._LOCK_TIMEOUT_S", 0.1)
-    with pytest.raises(BrokerError, match="choose another state folder"):
+    with pytest.raises(BrokerError, match="--state-dir"):
         async with embedded_brokers(brokers.state_dir):
             pass
     assert brokers.nats.running

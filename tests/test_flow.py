@@ -6,6 +6,7 @@ Its answers name the digests of the pictures that it was given, so a wrong embed
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import secrets
 import time
@@ -18,6 +19,7 @@ import msgpack
 import nats.js.errors
 import pytest
 from nats.aio.msg import Msg
+from PIL import Image
 
 from epd_cli.brokers import Brokers, embedded_brokers
 from epd_common.bus import Bus
@@ -41,7 +43,7 @@ from epd_common.protocol import (
 from epd_common.protocol.codec import encode
 from epd_common.protocol.keys import digest
 from epd_common.replies import Reply, ReplyHub
-from epd_common.store import KeyStates
+from epd_common.store import KeyStates, SizeTable
 from fake_engine import answer_text
 from service_stack import (
     BOUND_S,
@@ -483,6 +485,56 @@ async def test_deadline_while_the_picture_is_encoded(stack: ServiceStack) -> Non
     )
     encoder.gate.set()
     assert text_of(await stack.ask("again", data)) == answer_text("again", data)
+
+
+async def test_a_request_enters_before_its_last_picture(stack: ServiceStack) -> None:
+    """Its size was announced before the encoder was done; the engine waits for the embedding itself."""
+    first, second, pd, encoder = picture(), picture(), stack.pds[0], stack.encoders[0].engine
+    await stack.ask("one is known", first)
+    encoder.gate.clear()
+    asking = asyncio.create_task(stack.ask("both", first, second))
+    await eventually(lambda: len(pd.engine.running) == 1, "the request is inside the engine")
+    assert stack.key(second) not in pd.pinned
+    encoder.gate.set()
+    assert text_of(await asking) == answer_text("both", first, second)
+    assert pd.pinned == []
+
+
+async def test_a_size_seen_before_needs_no_announcement(stack: ServiceStack) -> None:
+    """The table of sizes forecasts it, although this encoder says nothing before it is done."""
+    first, second, pd, encoder = picture(), picture(), stack.pds[0], stack.encoders[0].engine
+    await stack.ask("the size is known", first)
+    encoder.sizes = False
+    encoder.gate.clear()
+    asking = asyncio.create_task(stack.ask("both", first, second))
+    await eventually(lambda: len(pd.engine.running) == 1, "the request is inside the engine")
+    encoder.gate.set()
+    assert text_of(await asking) == answer_text("both", first, second)
+    encoder.sizes = True
+
+
+async def test_a_wrong_forecast_is_mended(nats_url: str, redis_url: str, tmp_path: Path) -> None:
+    """The table promises another grid than the embedding has: the prompt is made anew, and right."""
+    async with bare_stack(nats_url, redis_url, tmp_path) as stack:
+        encoding = await stack.add_encoder()
+        pd = await stack.add_pd()
+        await stack.add_gateway()
+        await stack.ready()
+        encoder, data = encoding.engine, picture()
+        width, height = Image.open(io.BytesIO(data)).size
+        table = SizeTable(stack.redis, stack.fingerprint)
+        await table.add("image", width, height, {}, {"image_grid_thw": [1, 2, 2]})
+        encoder.sizes = False
+        encoder.gate.clear()
+        text = "text comes first, so much of it that it pays to begin with it at once. " * 2
+        body = stack.body("after", data)
+        body["messages"].insert(0, {"role": "system", "content": text})
+        asking = asyncio.create_task(stack.http.post(CHAT, json=body))
+        await eventually(lambda: len(pd.engine.running) == 1, "the request is inside the engine")
+        encoder.gate.set()
+        assert answer_text("after", data) in text_of(await asking)
+        assert (await stack.counters(pd))["wrong_forecasts"] == 1
+        assert len(pd.engine.begun) == 2
 
 
 async def test_a_job_without_a_deadline_has_the_default_one(

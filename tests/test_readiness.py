@@ -50,9 +50,11 @@ Hook = Callable[[], Awaitable[None]]
 async def all_pinned(arrivals: Arrivals) -> list[EmbeddingHeader]:
     """The headers of a request's items, once all are pinned; the failure of the first that fails."""
     while not arrivals.complete:
+        seen = arrivals.changes.count
         if arrivals.failure is not None:
             raise arrivals.failure
-        await arrivals.next_change()
+        if not arrivals.complete:
+            await arrivals.changes.since(seen)
     return arrivals.headers
 
 

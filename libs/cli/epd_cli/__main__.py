@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,43 +37,56 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve multimodal models with the encoder apart from prefill and decode.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, describe, run in (
-        ("up", _describe_up, _up),
-        ("demo", _describe_demo, _demo),
-        ("submit", _describe_submit, _submit),
-        ("status", _describe_status, _status),
-        ("doctor", _describe_doctor, _doctor),
+    for name, add_arguments, run, summary in (
+        ("up", _up_arguments, _up, "Start everything on this machine, with brokers of its own."),
+        ("demo", _stack_arguments, _demo, "Start everything, ask what is known, give a verdict."),
+        ("submit", _submit_arguments, _submit, "Send one request over NATS, without the gateway."),
+        (
+            "status",
+            _status_arguments,
+            _status,
+            "Show the workers; exit code 1 if no model is ready.",
+        ),
+        ("doctor", _broker_arguments, _doctor, "Check what this machine has, and the brokers."),
     ):
-        _add(commands, name, describe, run)
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        command.set_defaults(run=run)
+        command.add_argument(
+            "--state-dir", type=Path, default=Path(".epd"), help="where `epd up` keeps its files"
+        )
+        add_arguments(command)
     return parser
 
 
-def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    describe: Callable[[argparse.ArgumentParser], str],
-    run: Callable[[argparse.Namespace], Awaitable[int]],
-) -> None:
-    parser = commands.add_parser(name)
-    parser.description = describe(parser)
-    parser.set_defaults(run=run)
-    parser.add_argument(
-        "--state-dir", type=Path, default=Path(".epd"), help="where `epd up` keeps its files"
-    )
-
-
-def _describe_up(parser: argparse.ArgumentParser) -> str:
+def _up_arguments(parser: argparse.ArgumentParser) -> None:
     _stack_arguments(parser)
-    parser.add_argument("--port", type=int, default=8000, help="of the gateway; 0 takes a free one")
-    return "Start everything on this machine, with brokers of its own."
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=os.environ.get("EPD_PORT", "8000"),
+        help="of the gateway; 0 takes a free one",
+    )
 
 
 def _stack_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("vllm",), default="vllm")
-    parser.add_argument("--model", default="", help="path or hub id; default: the small model")
-    parser.add_argument("--served-model", default="", help="name that clients use")
-    parser.add_argument("--encoders", type=int, default=1, metavar="N")
-    parser.add_argument("--pds", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--model",
+        default=os.environ.get("EPD_MODEL", ""),
+        help="path or hub id; empty: the small model of the repository",
+    )
+    parser.add_argument(
+        "--served-model",
+        default=os.environ.get("EPD_SERVED_MODEL", ""),
+        help="name that clients use; empty: the last part of the model's path",
+    )
+    parser.add_argument("--encoders", type=_count, default=1, metavar="N", help="encoder processes")
+    parser.add_argument("--pds", type=_count, default=1, metavar="N", help="PD processes")
     parser.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     parser.add_argument("--redis", default="", metavar="URL", help="a Valkey that runs already")
 
@@ -84,10 +97,21 @@ async def _up(arguments: argparse.Namespace) -> int:
     return await up(_options(arguments, port=arguments.port))
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
 def _options(arguments: argparse.Namespace, *, port: int) -> StackOptions:
     from epd_cli.stack import StackOptions
 
     model = arguments.model or _small_model()
+    if (Path(model).is_absolute() or Path(model).exists()) and not (
+        Path(model) / "config.json"
+    ).exists():
+        raise EpdError(f"the model {model!r} is no folder with a config.json; check --model")
     return StackOptions(
         model=model,
         served_model=arguments.served_model or Path(model).name,
@@ -108,25 +132,19 @@ def _small_model() -> str:
     raise EpdError(f"{SMALL_MODEL} is not here; name a model with --model")
 
 
-def _describe_demo(parser: argparse.ArgumentParser) -> str:
-    _stack_arguments(parser)
-    return "Start everything, ask questions whose answers are known, and give a verdict."
-
-
 async def _demo(arguments: argparse.Namespace) -> int:
     from epd_cli.demo import demo
 
     return await demo(_options(arguments, port=0))
 
 
-def _describe_submit(parser: argparse.ArgumentParser) -> str:
+def _submit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE")
     parser.add_argument("--text", required=True)
     parser.add_argument("--model", default="", help="default: the only one that is served")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")
     _broker_arguments(parser)
-    return "Send one request straight over NATS; works with the gateway stopped."
 
 
 def _broker_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,10 +176,9 @@ async def _submit(arguments: argparse.Namespace) -> int:
     )
 
 
-def _describe_status(parser: argparse.ArgumentParser) -> str:
+def _status_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true")
     _broker_arguments(parser)
-    return "Show the workers; exit code 1 if no model is ready."
 
 
 async def _status(arguments: argparse.Namespace) -> int:
@@ -169,11 +186,6 @@ async def _status(arguments: argparse.Namespace) -> int:
 
     nats_url = arguments.nats or _brokers(arguments)[0]
     return await status(nats_url, as_json=arguments.json)
-
-
-def _describe_doctor(parser: argparse.ArgumentParser) -> str:
-    _broker_arguments(parser)
-    return "Check what this machine has, and whether the brokers answer."
 
 
 async def _doctor(arguments: argparse.Namespace) -> int:

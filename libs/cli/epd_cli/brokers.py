@@ -278,8 +278,8 @@ async def _lock(path: Path) -> int:
             except BlockingIOError:
                 if time.monotonic() > give_up:
                     raise BrokerError(
-                        f"the brokers of another process use {path.parent}: "
-                        "stop that process, or choose another state folder"
+                        f"another process runs its brokers in {path.parent} (is `epd up` running here "
+                        "already?): stop it, or name another folder with --state-dir"
                     ) from None
             await asyncio.sleep(0.05)
     except BaseException:

@@ -29,6 +29,7 @@ class ServiceProcess:
     def __init__(
         self, role: str, worker_id: str, environment: dict[str, str], log_path: Path
     ) -> None:
+        log_path.unlink(missing_ok=True)  # of an earlier run
         self.role = role
         self.worker_id = worker_id
         self.log_path = log_path
@@ -64,13 +65,18 @@ class ServiceProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
-    async def stop(self) -> None:
-        """SIGTERM, then a bounded wait, then SIGKILL for it and what it started."""
+    async def stop(self, *, at_once: bool = False) -> None:
+        """SIGTERM, then a bounded wait, then SIGKILL for it and what it started.
+
+        Args:
+            at_once: Without the wait, for a process that has taken no work yet.
+        """
         if self._process is None:
             return
-        self.signal(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+        if not at_once:
+            self.signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
         # vLLM's own children are in the session that start_new_session made.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)

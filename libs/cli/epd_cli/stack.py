@@ -22,6 +22,7 @@ from epd_common.errors import EpdError
 START_TIMEOUT_S = 600.0
 RESTART_DELAY_S = 1.0
 POLL_S = 0.1
+ARENA_ROOT = Path("/dev/shm")
 
 Report = Callable[["StackView"], None]
 
@@ -139,18 +140,21 @@ async def run_stack(options: StackOptions, report: Report) -> AsyncIterator[Stac
         )
         nats_url = options.nats_url or brokers.nats_url
         redis_url = options.redis_url or brokers.redis_url
-        arena = Path("/dev/shm") / f"epdflow-{os.getpid()}"
+        _sweep_arenas()
+        arena = ARENA_ROOT / f"epdflow-{os.getpid()}"
         stack.callback(shutil.rmtree, arena, ignore_errors=True)
         # vLLM's sockets between its processes, which it leaves behind when it is killed.
         ipc = stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-ipc-", dir="/tmp"))
         services = _services(options, nats_url, redis_url, arena, logs, ipc)
         stack.callback(state_path.unlink, missing_ok=True)
-        stack.push_async_callback(_stop_all, services)
+        up: list[bool] = []  # filled once they take work
+        stack.push_async_callback(_stop_all, services, up)
         for service in services:
             await service.start()
         bus = await stack.enter_async_context(Bus(nats_url, name="epd up"))
         registry = await stack.enter_async_context(Registry(bus))
         await _until_ready(services, registry, report)
+        up.append(True)
         gateway = next(view.record for view in registry.workers("gateway") if view.ready)
         running = Stack(
             options, nats_url, redis_url, gateway.phase, registry.models(), services, arena
@@ -169,7 +173,8 @@ def _services(
         "EPD_SERVED_MODEL": options.served_model,
         "EPD_PORT": str(options.port),
         "EPD_ARENA_DIR": str(arena),
-        "EPD_STORES": "arena",  # one node
+        "EPD_STORES": os.environ.get("EPD_STORES", "arena"),  # one node
+        "EPD_LOG_FORMAT": os.environ.get("EPD_LOG_FORMAT", "text"),
         "VLLM_RPC_BASE_PATH": ipc,
         **options.environment,
     }
@@ -179,8 +184,16 @@ def _services(
     return [ServiceProcess(role, name, common, logs / f"{name}.log") for role, name in names]
 
 
-async def _stop_all(services: list[ServiceProcess]) -> None:
-    await asyncio.gather(*(service.stop() for service in services))
+async def _stop_all(services: list[ServiceProcess], up: list[bool]) -> None:
+    await asyncio.gather(*(service.stop(at_once=not up) for service in services))
+
+
+def _sweep_arenas() -> None:
+    """Drop the arenas of stacks that were killed; each is named by its process."""
+    for arena in ARENA_ROOT.glob("epdflow-*"):
+        pid = arena.name.removeprefix("epdflow-")
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            shutil.rmtree(arena, ignore_errors=True)
 
 
 async def _until_ready(services: list[ServiceProcess], registry: Registry, report: Report) -> None:
@@ -209,7 +222,8 @@ async def _until_ready(services: list[ServiceProcess], registry: Registry, repor
 def _row(service: ServiceProcess, view: WorkerView | None) -> tuple[str, str, str]:
     if view is None or view.record.pid != service.pid:
         return service.worker_id, "starting", "process"
-    return service.worker_id, view.record.state, view.record.phase
+    record = view.record
+    return service.worker_id, record.state, record.phase if record.state == "starting" else ""
 
 
 def read_state(state_dir: Path) -> dict[str, Any]:
@@ -223,7 +237,7 @@ def read_state(state_dir: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         raise StackError(
-            f"nothing runs here ({path} is not there): start it with `epd up`, or name the "
-            "brokers with --nats and --redis"
+            f"nothing is ready here ({path.resolve()} is not there): start it with `epd up`, or wait until "
+            "it is up; --state-dir names another place, --nats and --redis other brokers"
         ) from None
     return state

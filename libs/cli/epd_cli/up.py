@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 
 from rich.console import Console
 
@@ -24,7 +25,8 @@ async def up(options: StackOptions) -> int:
             return
         stop.set()
         if not up_and_running:
-            starting.cancel()  # still starting: give that up
+            console.print("stopping before it is ready")
+            starting.cancel()
 
     up_and_running = False
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -34,11 +36,14 @@ async def up(options: StackOptions) -> int:
             context = run_stack(options, report)
             stack = await context.__aenter__()
     except asyncio.CancelledError:
-        console.print("stopped before it was ready")
+        console.print("stopped")
         return 130
     up_and_running = True
     try:
-        console.print(_where(stack.gateway_url, stack.models[0]), highlight=False)
+        console.print(
+            _where(stack.gateway_url, stack.models[0], options.state_dir / "state.json"),
+            highlight=False,
+        )
         await stack.supervise(stop, lambda text: console.print(text, style="yellow"))
         console.print("stopping: running requests are finished first")
     finally:
@@ -47,11 +52,12 @@ async def up(options: StackOptions) -> int:
     return 0
 
 
-def _where(url: str, model: str) -> str:
+def _where(url: str, model: str, state: Path) -> str:
     return f"""\
 [bold green]ready[/]  model [bold]{model}[/]
   OpenAI API   {url}/v1
   health       {url}/ready
   metrics      {url}/metrics
   direct       epd submit --image a.png --text "What is in image #1?"
+  brokers      their addresses and passwords are in {state}
 Ctrl-C stops it."""

@@ -17,7 +17,7 @@ from typing import TypeVar
 import uvloop
 
 from epd_common.errors import EpdError
-from epd_common.settings import CommonSettings, SettingsError, load_settings
+from epd_common.settings import PREFIX, CommonSettings, SettingsError, load_settings
 from epd_common.telemetry.logs import configure_logging
 
 S = TypeVar("S", bound=CommonSettings)
@@ -30,10 +30,13 @@ EXIT_FAILED = 1
 def run_service(
     settings_type: type[S], serve: Callable[[S, asyncio.Event], Awaitable[None]]
 ) -> int:
-    """Read the settings, run ``serve(settings, stop)`` until it returns, and give an exit code.
+    """All of a service's ``main``: read the settings, run ``serve(settings, stop)``, give an exit code.
 
     ``stop`` is set by SIGTERM or SIGINT; a second signal ends the process at once.
     """
+    if len(sys.argv) > 1:
+        print(_usage(settings_type), file=sys.stderr)
+        return 0 if sys.argv[1] in ("-h", "--help") else EXIT_SETTINGS
     try:
         settings = load_settings(settings_type)
     except SettingsError as error:
@@ -48,6 +51,13 @@ def run_service(
     except* Exception:
         logger.exception("service stopped by an unexpected error")
     return EXIT_FAILED
+
+
+def _usage(settings_type: type[CommonSettings]) -> str:
+    lines = [f"{settings_type.__doc__} Takes no arguments but environment variables:"]
+    for name, setting in settings_type.model_fields.items():
+        lines.append(f"  {PREFIX}{name.upper()}: {setting.description}")
+    return "\n".join(lines)
 
 
 async def _supervise(settings: S, serve: Callable[[S, asyncio.Event], Awaitable[None]]) -> int:

@@ -12,8 +12,8 @@ from epd_common.engines import EngineInfo, OnSized, Progress, StagedEmbedding
 from epd_common.errors import BadRequestError, UpstreamError
 from epd_common.store.embedding import IntegrityError
 from epd_vllm.embedding_io import seal
-from epd_vllm.launch import engine_arguments, launch
-from epd_vllm.model import describe
+from epd_vllm.launch import engine_arguments, launch, shut_down
+from epd_vllm.model import describe, model_folder
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -58,6 +58,7 @@ class VllmEncoderEngine:
         return self._engine is not None and not self._engine.errored
 
     async def start(self, progress: Progress) -> EngineInfo:
+        await asyncio.to_thread(model_folder, self._model)  # a clear error comes before a long load
         role = {
             "--model": self._model,
             "--served-model-name": self._served,
@@ -181,7 +182,7 @@ class VllmEncoderEngine:
 
     async def stop(self) -> None:
         if self._engine is not None:
-            await asyncio.to_thread(self._engine.shutdown)
+            await shut_down(self._engine)
             self._engine = None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from epd_common.engines import EngineInfo
+from epd_common.errors import EpdError
 from epd_vllm.compat import vllm_version
 from epd_vllm.fingerprint import model_fingerprint
 
@@ -15,13 +16,29 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
+class ModelNotFoundError(EpdError):
+    """There is no checkpoint of that name."""
+
+    default_code = "model_missing"
+
+
 def model_folder(model: str) -> Path:
-    """The folder of a checkpoint: a local path, or where the hub's cache has it."""
-    if Path(model).is_dir():
+    """The folder of a checkpoint: a local path, or where the hub's cache has it.
+
+    Raises:
+        ModelNotFoundError: neither is there.
+    """
+    if (Path(model) / "config.json").exists():
         return Path(model)
     from transformers.utils.hub import cached_file
 
-    return Path(str(cached_file(model, "config.json"))).parent
+    try:
+        return Path(str(cached_file(model, "config.json"))).parent
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(
+            f"the model {model!r} is neither a folder with a config.json nor a model that the hub gives "
+            f"({str(error).splitlines()[0]}); check EPD_MODEL"
+        ) from error
 
 
 def needs_vision_tower(folder: Path) -> bool:

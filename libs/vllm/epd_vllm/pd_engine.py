@@ -13,7 +13,7 @@ import msgspec
 from epd_common.engines import AnswerHead, EngineInfo, Placeholder, Progress
 from epd_vllm.compat import vllm_version
 from epd_vllm.gate import managed_params
-from epd_vllm.launch import engine_arguments, launch
+from epd_vllm.launch import engine_arguments, launch, shut_down
 from epd_vllm.model import describe, model_folder, needs_vision_tower
 from epd_vllm.openai_app import OpenAIApp
 
@@ -132,8 +132,8 @@ class VllmPdEngine:
 
     async def stop(self) -> None:
         if self._engine is not None:
-            await asyncio.to_thread(self._engine.shutdown)
-            self._engine = None
+            await shut_down(self._engine)
+            self._engine = self._app = None
 
 
 def put_placeholders(

@@ -12,6 +12,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from epd_common.changes import Changes
+from epd_common.tasks import end
 from epd_pd.arrivals import Arrivals
 
 TEXT_WORTH_PREFILLING = 64
@@ -50,7 +52,7 @@ class Admission:
 
     def __init__(self, max_incomplete: int) -> None:
         self._free = max_incomplete
-        self._freed = asyncio.Event()
+        self._freed = Changes()
         self.entered_early = 0
 
     @contextlib.asynccontextmanager
@@ -66,35 +68,40 @@ class Admission:
             return
         self._free -= 1
         self.entered_early += 1
-        completing = asyncio.ensure_future(self._release_when_complete(arrivals))
+        slot = contextlib.ExitStack()
+        slot.callback(self._release)
+        completing = asyncio.ensure_future(_close_when_complete(arrivals, slot))
         try:
             yield
         finally:
-            completing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await completing
+            await end(completing)
+            slot.close()
+
+    def _release(self) -> None:
+        self._free += 1
+        self._freed.note()
 
     async def _wait(self, arrivals: Arrivals, text_before: int) -> None:
         while True:
+            arrived, freed = arrivals.changes.count, self._freed.count
             if arrivals.failure is not None:
                 raise arrivals.failure
             if arrivals.complete or (self._free > 0 and may_enter(arrivals, text_before)):
                 return
-            self._freed.clear()
             waits = [
-                asyncio.ensure_future(arrivals.next_change()),
-                asyncio.ensure_future(self._freed.wait()),
+                asyncio.ensure_future(arrivals.changes.since(arrived)),
+                asyncio.ensure_future(self._freed.since(freed)),
             ]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for wait in waits:
-                    wait.cancel()
+                await end(*waits)
 
-    async def _release_when_complete(self, arrivals: Arrivals) -> None:
-        try:
-            while not arrivals.complete:
-                await arrivals.next_change()
-        finally:
-            self._free += 1
-            self._freed.set()
+
+async def _close_when_complete(arrivals: Arrivals, slot: contextlib.ExitStack) -> None:
+    while True:
+        seen = arrivals.changes.count
+        if arrivals.complete:
+            break
+        await arrivals.changes.since(seen)
+    slot.close()

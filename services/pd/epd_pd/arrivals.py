@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from epd_common.changes import Changes
 from epd_common.engines import Placeholder
 from epd_common.protocol import Item
 from epd_common.store import EmbeddingHeader
@@ -20,7 +20,7 @@ class Arrivals:
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.items = list(items)
-        self._changed = asyncio.Event()
+        self.changes = Changes()
         self.failure: BaseException | None = None
         self._metadata: list[dict[str, Any] | None] = [None] * len(items)
         self._headers: list[EmbeddingHeader | None] = [None] * len(items)
@@ -63,14 +63,6 @@ class Arrivals:
             for item, metadata in zip(self.items, known, strict=True)
         ]
 
-    async def next_change(self) -> None:
-        """Return when anything becomes known from now on.
-
-        Who looks at the state first, without awaiting in between, misses no change, however many wait.
-        """
-        self._changed.clear()
-        await self._changed.wait()
-
     def forecast(self, index: int, metadata: dict[str, Any]) -> None:
         """Metadata from the table of sizes or an encoder's ``sized`` event."""
         if self._headers[index] is None and self._metadata[index] != metadata:
@@ -85,7 +77,7 @@ class Arrivals:
         """The first failure of an item is that of the request."""
         if self.failure is None:
             self.failure = failure
-        self._changed.set()
+        self.changes.note()
 
     def begin_again(self) -> None:
         """The prompt is made anew, after a forecast was wrong."""
@@ -97,4 +89,4 @@ class Arrivals:
         self._metadata[index] = metadata
         if self._used is not None and self._used[index] != metadata:
             self.fail(ForecastError(self.items[index].key))
-        self._changed.set()
+        self.changes.note()

@@ -208,11 +208,12 @@ class GenerateHandler:
 
     async def _watch(self, arrivals: Arrivals) -> None:
         """Wake the engine for each item that arrives; return when one fails."""
-        while arrivals.failure is None:
+        while True:
+            seen = arrivals.changes.count
+            if arrivals.failure is not None:
+                return
             await self._engine.wake()
-            if arrivals.complete:
-                await asyncio.Event().wait()  # nothing more can happen
-            await arrivals.next_change()
+            await arrivals.changes.since(seen)
 
     async def _stream(
         self, job: GenerateJob, body: dict[str, Any], arrivals: Arrivals, writer: FrameWriter

@@ -20,6 +20,7 @@ from nats.js import JetStreamContext
 from epd_common.errors import BusyError, TooLargeError, UnavailableError
 from epd_common.protocol.base import Message
 from epd_common.protocol.codec import encode
+from epd_common.tasks import end
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class Bus:
         self._client = Client()
         self._closing = False
         self._last_error = ""
+        self._refused = asyncio.Event()
+        self._connected_once = False
         self.js: JetStreamContext = self._client.jetstream()
 
     @property
@@ -68,31 +71,45 @@ class Bus:
         return int(self._client.max_payload) - HEADER_ROOM_BYTES
 
     async def __aenter__(self) -> Self:
-        try:
-            # connect() can hang on a half-open socket; the bound is ours.
-            await asyncio.wait_for(
-                self._client.connect(
-                    self._url,
-                    name=self._name,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.2,
-                    connect_timeout=2,
-                    allow_reconnect=True,
-                    error_cb=self._on_error,
-                    disconnected_cb=self._on_disconnect,
-                    reconnected_cb=self._on_reconnect,
-                    # Requests that fail while disconnected must fail, not pile up.
-                    pending_size=8 * 1024 * 1024,
-                ),
-                CONNECT_TIMEOUT_S,
+        connecting = asyncio.ensure_future(
+            self._client.connect(
+                self._url,
+                name=self._name,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.2,
+                connect_timeout=2,
+                allow_reconnect=True,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnect,
+                reconnected_cb=self._on_reconnect,
+                # Requests that fail while disconnected must fail, not pile up.
+                pending_size=8 * 1024 * 1024,
             )
+        )
+        refused = asyncio.ensure_future(self._refused.wait())
+        try:
+            # connect() can hang on a half-open socket, and tries a wrong password again and again.
+            await asyncio.wait(
+                (connecting, refused),
+                timeout=CONNECT_TIMEOUT_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not connecting.done():
+                raise TimeoutError
+            await connecting
         except (OSError, TimeoutError, nats.errors.Error) as error:
-            reason = self._last_error or str(error)  # a time-out alone does not say why
+            await end(connecting)
+            self._closing = True
+            await self._client.close()
+            reason = self._last_error or str(error) or type(error).__name__
             raise UnavailableError(
-                f"cannot connect to NATS at {self.address} ({reason or type(error).__name__}): "
-                "is the server running, and is EPD_NATS_URL right?",
+                f"cannot connect to NATS at {self.address} ({reason}): is the server running, and is "
+                "its URL (EPD_NATS_URL, or --nats) right?",
                 code="nats_unavailable",
             ) from error
+        finally:
+            await end(refused)
+        self._connected_once = True
         self.js = self._client.jetstream(timeout=PUBLISH_TIMEOUT_S)
         return self
 
@@ -173,10 +190,13 @@ class Bus:
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
-        logger.warning("NATS: %s", self._last_error)
+        if "authorization" in self._last_error.lower():
+            self._refused.set()
+        if self._connected_once:  # until then the caller hears of it, once
+            logger.warning("NATS: %s", self._last_error)
 
     async def _on_disconnect(self) -> None:
-        if not self._closing:
+        if self._connected_once and not self._closing:
             logger.warning("NATS: disconnected from %s", self.address)
 
     async def _on_reconnect(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import msgpack
+import msgspec
 import nats.js.errors
 import pytest
 from nats.aio.msg import Msg
@@ -1064,3 +1065,110 @@ async def _died(worker: Worker) -> None:
 def test_digest_of_the_fake_is_that_of_the_picture() -> None:
     data = picture()
     assert answer_text("x", data) == f"{digest(data)[:12]} x"
+
+
+async def test_a_job_with_anothers_picture_is_refused(stack: ServiceStack) -> None:
+    """A key names its bytes: nobody puts other bytes under it (field cases 13 and 23)."""
+    mine, other, encoder = picture(), picture(), stack.encoders[0]
+    states = KeyStates(stack.redis, lease_s=60, ready_ttl_s=60)
+    (claim,) = await states.claim([stack.key(mine)])
+    forged = EncodeJob(
+        key=stack.key(mine),
+        epoch=claim.epoch,
+        model=stack.model,
+        fingerprint=stack.fingerprint,
+        media=Media(inline=other),
+    )
+    await publish(stack, "encode", encode(forged))
+    assert text_of(await stack.ask("whose", mine)) == answer_text("whose", mine)
+    assert encoder.engine.encoded.count(stack.key(mine)) == 1
+
+
+async def test_lost_media_of_another_job_do_not_fail_who_has_them(stack: ServiceStack) -> None:
+    data = picture()
+    states = KeyStates(stack.redis, lease_s=60, ready_ttl_s=60)
+    (claim,) = await states.claim([stack.key(data)])
+    job = EncodeJob(
+        key=stack.key(data),
+        epoch=claim.epoch,
+        model=stack.model,
+        fingerprint=stack.fingerprint,
+        media=Media(ref="0" * 64),
+    )
+    await publish(stack, "encode", encode(job))
+    assert text_of(await stack.ask("mine are here", data)) == answer_text("mine are here", data)
+
+
+async def test_a_second_request_with_a_running_ones_id_is_refused(stack: ServiceStack) -> None:
+    first, second = await Inbox().listen(stack.bus), await Inbox().listen(stack.bus)
+    pd = stack.pds[0].engine
+    pd.gate.clear()
+    job = direct_job(stack, first)
+    await publish(stack, "generate", encode(job))
+    await eventually(lambda: job.request_id in pd.running, "the first runs")
+    again = direct_job(stack, second, request_id=job.request_id)
+    await publish(stack, "generate", encode(again))
+    assert (await second.error()).status == 409
+    pd.gate.set()
+    await eventually(lambda: len(first.frames) == 3, "the first ends well")
+    assert isinstance(first.frames[-1], ReplyEnd)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"inbox": "x" * 70_000},
+        {"inbox": "$KV.epd_workers.pd.pd-1"},
+        {"inbox": "epd.v1.generate.x.l0.any"},
+        {"request_id": ""},
+        {"request_id": "a.b"},
+        {"request_id": "x" * 200},
+        {"model": "another"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_jobs_with_wrong_names_go_to_the_dead_letters(
+    stack: ServiceStack, fields: dict[str, Any]
+) -> None:
+    inbox = await Inbox().listen(stack.bus)
+    data = encode(msgspec.structs.replace(direct_job(stack, inbox), **fields))
+    await publish(stack, "generate", data)
+    letter = await dead_letter(stack, "generate", data)
+    assert letter.code == "malformed_message"
+    one = picture()
+    assert text_of(await stack.ask("lives on", one)) == answer_text("lives on", one)
+
+
+async def test_a_picture_that_kills_engines_is_not_handed_on(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    """After the second engine died of it, it is refused; a third engine never sees it."""
+    async with service_stack(nats_url, redis_url, tmp_path) as stack:
+        data = picture()
+        first = stack.encoders[0]
+        second, third = await stack.add_encoder(), await stack.add_encoder()
+        await stack.ready()
+        for encoder in (first, second, third):
+            encoder.engine.gate.clear()
+        asking = asyncio.create_task(stack.ask("deadly", data))
+        victims: list[Any] = []
+
+        def has_it() -> bool:
+            for encoder in (first, second, third):
+                if encoder not in victims and stack.key(data) in encoder.engine.encoded:
+                    victims.append(encoder)
+                    encoder.engine.die()
+            return len(victims) == 2
+
+        await eventually(has_it, "two engines died of it")
+        response = await asking
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "media_kills_engine"
+        (survivor,) = (e for e in (first, second, third) if e not in victims)
+        assert stack.key(data) not in survivor.engine.encoded
+        for victim in victims:
+            with pytest.raises(UpstreamError, match="engine died"):
+                await victim.process.task
+        survivor.engine.gate.set()
+        one = picture()
+        assert text_of(await stack.ask("the rest", one)) == answer_text("the rest", one)

@@ -116,7 +116,9 @@ def test_a_uuid_is_dropped_from_text_too() -> None:
     assert found.body["messages"][0]["content"] == [TEXT]
 
 
-@pytest.mark.parametrize(("given", "taken"), [(None, {}), ({"a": 1}, {"a": 1}), ("absent", {})])
+@pytest.mark.parametrize(
+    ("given", "taken"), [(None, {}), ({"max_pixels": 1}, {"max_pixels": 1}), ("absent", {})]
+)
 def test_processor_arguments_leave_the_body(given: Any, taken: dict[str, Any]) -> None:
     body = chat(TEXT) if given == "absent" else chat(TEXT, mm_processor_kwargs=given)
     found = run(CHAT, body)
@@ -178,8 +180,19 @@ def nested(depth: int) -> Any:
         (CHAT, chat({"type": "media_ref"}), "messages[0].content[0].item"),
         (CHAT, chat({"type": "media_ref", "item": True}), "messages[0].content[0].item"),
         (CHAT, chat(TEXT, mm_processor_kwargs=[1]), "mm_processor_kwargs"),
-        (CHAT, chat(TEXT, mm_processor_kwargs={"a": 2**64}), "mm_processor_kwargs"),
-        (CHAT, chat(TEXT, mm_processor_kwargs={"a": "\ud800"}), "mm_processor_kwargs"),
+        (CHAT, chat(TEXT, mm_processor_kwargs={"max_pixels": 0}), "mm_processor_kwargs.max_pixels"),
+        (
+            CHAT,
+            chat(TEXT, mm_processor_kwargs={"min_pixels": 2**64}),
+            "mm_processor_kwargs.min_pixels",
+        ),
+        (CHAT, chat(TEXT, mm_processor_kwargs={"size": "x"}), "mm_processor_kwargs.size"),
+        (CHAT, chat(TEXT, mm_processor_kwargs={"size": {"width": 1}}), "mm_processor_kwargs.size"),
+        (
+            CHAT,
+            chat(TEXT, mm_processor_kwargs={"size": {"longest_edge": True}}),
+            "mm_processor_kwargs.size.longest_edge",
+        ),
         (CHAT, chat(TEXT, tools=nested(5000)), "body"),
         (COMPLETIONS, {}, "prompt"),
         (COMPLETIONS, {"prompt": 5}, "prompt"),
@@ -237,3 +250,19 @@ def test_too_many_items() -> None:
         run(CHAT, chat(*[IMAGE] * 4), max_items=3)
     assert (caught.value.status, caught.value.code) == (413, "too_many_items")
     assert caught.value.param == "messages[0].content[3]"
+
+
+@pytest.mark.parametrize("name", ["patch_size", "merge_size", "temporal_patch_size", "device"])
+def test_arguments_that_change_shapes_are_not_the_clients(name: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        run(CHAT, chat(TEXT, mm_processor_kwargs={name: 7}))
+    assert caught.value.code == "unsupported_parameter"
+    assert caught.value.param == f"mm_processor_kwargs.{name}"
+
+
+def test_messages_and_parts_are_bounded_together() -> None:
+    message = {"role": "user", "content": [TEXT]}
+    assert run(CHAT, {"messages": [message] * 2048}).parts == []
+    with pytest.raises(TooLargeError) as caught:
+        run(CHAT, {"messages": [message] * 2049})
+    assert (caught.value.code, caught.value.param) == ("too_many_parts", "messages")

@@ -334,7 +334,7 @@ async def test_keyed_items_are_verified_and_kept(ingest: Ingest, store: Store) -
 
 
 async def test_what_a_gateway_prepared_passes_a_second_time(ingest: Ingest) -> None:
-    body = chat(image(data_uri(RED)), image(data_uri(BLUE)), mm_processor_kwargs={"a": 1})
+    body = chat(image(data_uri(RED)), image(data_uri(BLUE)), mm_processor_kwargs={"max_pixels": 1})
     once = await prepare(ingest, body)
     assert await prepare(ingest, once.body, *once.items) == once
 
@@ -345,7 +345,7 @@ async def test_what_a_gateway_prepared_passes_a_second_time(ingest: Ingest) -> N
         (keyed(RED, key=key(BLUE)), "key_mismatch", "items[0].key"),
         (keyed(RED, media=Media(ref=digest(BLUE))), "key_mismatch", "items[0].media.ref"),
         (keyed(RED, key=""), "key_mismatch", "items[0].key"),
-        (keyed(RED, processor_args={"a": 1}), "key_mismatch", "items[0].key"),
+        (keyed(RED, processor_args={"max_pixels": 1}), "key_mismatch", "items[0].key"),
         (keyed(RED, digest="abc"), "invalid_request", "items[0].digest"),
         (keyed(RED, digest=digest(RED).upper()), "invalid_request", "items[0].digest"),
         (raw(RED, key=key(BLUE)), "key_mismatch", "items[0].key"),
@@ -389,7 +389,7 @@ async def test_inline_media_are_bounded_together(store: Store, checker: PictureC
 
 
 async def test_processor_arguments_of_items_and_body_must_agree(ingest: Ingest) -> None:
-    args = {"a": 1}
+    args = {"max_pixels": 1}
     own = await prepare(ingest, chat(ref(0)), raw(RED, processor_args=args))
     both = await prepare(
         ingest, chat(ref(0), mm_processor_kwargs=args), raw(RED, processor_args=args)
@@ -397,6 +397,8 @@ async def test_processor_arguments_of_items_and_body_must_agree(ingest: Ingest) 
     assert own.items[0].key == both.items[0].key == key(RED, args)
     with pytest.raises(BadRequestError) as caught:
         await prepare(
-            ingest, chat(ref(0), mm_processor_kwargs={"a": 2}), raw(RED, processor_args=args)
+            ingest,
+            chat(ref(0), mm_processor_kwargs={"max_pixels": 2}),
+            raw(RED, processor_args=args),
         )
     assert caught.value.param == "items[0].processor_args"

@@ -47,6 +47,7 @@ FULL: dict[type[Message], Message] = {
             modality="video",
             media=Media(inline=b"\x00\xff\x80", content_type="image/png"),
             processor_args={"max_pixels": 2**53, "nested": {"a": [1.5, None, True, "ü"]}},
+            scope="tenant-1",
             deadline=1_753_000_000.25,
             request_id="r1",
             traceparent="00-aa-bb-01",

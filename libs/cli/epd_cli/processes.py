@@ -36,6 +36,10 @@ class ServiceProcess:
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
 
+    def keep_port(self, port: str) -> None:
+        """Take the same port again when it is started again."""
+        self._environment = {**self._environment, "EPD_PORT": port}
+
     @property
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0

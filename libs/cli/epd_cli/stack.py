@@ -16,6 +16,7 @@ from typing import Any
 
 from epd_cli.brokers import embedded_brokers
 from epd_cli.processes import ServiceProcess
+from epd_cli.server_process import ServerProcess
 from epd_common.bus import Bus, Registry, WorkerView
 from epd_common.errors import EpdError
 
@@ -74,6 +75,7 @@ class Stack:
     models: list[str]
     services: list[ServiceProcess]
     arena: Path
+    brokers: list[ServerProcess]
 
     def write_state(self) -> Path:
         """Write ``state.json``, which other commands and people's scripts read."""
@@ -96,7 +98,13 @@ class Stack:
         return path
 
     async def supervise(self, stop: asyncio.Event, say: Callable[[str], None]) -> None:
-        """Restart services that die, until ``stop`` is set."""
+        """Restart what dies, services and brokers, until ``stop`` is set."""
+
+        async def keep_broker(broker: ServerProcess) -> None:
+            while True:
+                code = await broker.wait()
+                say(f"{broker.name} ended (exit status {code}); starting it again at its address")
+                await broker.start()
 
         async def keep(service: ServiceProcess) -> None:
             while True:
@@ -110,6 +118,9 @@ class Stack:
                 self.write_state()
 
         keepers = [asyncio.create_task(keep(s), name=f"keep {s.worker_id}") for s in self.services]
+        keepers += [
+            asyncio.create_task(keep_broker(b), name=f"keep {b.name}") for b in self.brokers
+        ]
         try:
             await stop.wait()
         finally:
@@ -156,8 +167,17 @@ async def run_stack(options: StackOptions, report: Report) -> AsyncIterator[Stac
         await _until_ready(services, registry, report)
         up.append(True)
         gateway = next(view.record for view in registry.workers("gateway") if view.ready)
+        for service in services:
+            service.keep_port(gateway.phase.rpartition(":")[2])  # clients know this one
         running = Stack(
-            options, nats_url, redis_url, gateway.phase, registry.models(), services, arena
+            options,
+            nats_url,
+            redis_url,
+            gateway.phase,
+            registry.models(),
+            services,
+            arena,
+            [b for b in (brokers.nats_or_none, brokers.redis_or_none) if b is not None],
         )
         running.write_state()
         yield running

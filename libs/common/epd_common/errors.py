@@ -171,5 +171,7 @@ def openai_body(error: EpdError) -> dict[str, Any]:
 
 
 def from_status(status: int, message: str, **fields: Any) -> EpdError:
-    """Rebuild an error that travelled over the bus."""
+    """Rebuild an error that travelled over the bus; what is no error status counts as a failed stage."""
+    if not 400 <= status <= 599:
+        return UpstreamError(message or f"a stage failed with status {status}", **fields)
     return ERROR_TYPES.get(status, EpdError)(message, **fields)

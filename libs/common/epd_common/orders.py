@@ -30,6 +30,7 @@ class OrderContext:
     request_id: str
     deadline: float = 0.0
     traceparent: str = ""
+    scope: str = ""
     background: bool = False
 
 
@@ -79,6 +80,7 @@ class Orders:
             modality=item.modality,
             media=item.media,
             processor_args=item.processor_args,
+            scope=context.scope,
             deadline=context.deadline,
             request_id=context.request_id,
             traceparent=context.traceparent,

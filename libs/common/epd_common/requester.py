@@ -102,6 +102,7 @@ class Requester:
                 model=worker.model,
                 fingerprint=worker.fingerprint,
                 request_id=request_id,
+                scope=scope,
                 deadline=stage_deadline,
                 traceparent=traceparent,
             )

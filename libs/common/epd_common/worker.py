@@ -112,11 +112,13 @@ class Worker:
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(self._watch_engine(), name="engine watch")
             pull = group.create_task(self._pull(puller, handle), name="pull")
-            await wait_any(stop, broken)
+            await wait_any(stop, broken, self._bus.lost)
             self._set_state("failed" if broken.is_set() else "draining")
             puller.stop()
             await pull
             watch.cancel()
+        if self._bus.lost.is_set():
+            raise UnavailableError("the connection to NATS is lost for good; the process ends")
         if broken.is_set():
             raise UpstreamError(
                 f"the {self._role}'s engine died; the process ends", stage=self._role

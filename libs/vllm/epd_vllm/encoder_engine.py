@@ -129,10 +129,8 @@ class VllmEncoderEngine:
             (rendered,) = await renderer.render_cmpl_async(
                 [parsed], renderer.default_cmpl_tok_params
             )
-        except ValueError as error:
-            raise BadRequestError(
-                f"the model cannot take this picture: {error}", code="media_not_encodable", key=key
-            ) from error
+        except (ValueError, TypeError) as error:
+            raise _not_encodable(key, error) from error
         return rendered
 
     def _metadata(self, rendered: Any) -> dict[str, Any]:
@@ -155,7 +153,7 @@ class VllmEncoderEngine:
         """Have the engine encode a rendered item; the identifier it used and the item's metadata."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         assert self._engine is not None
         sampling = SamplingParams(
@@ -168,9 +166,11 @@ class VllmEncoderEngine:
                 final = output
         except EngineDeadError as error:
             raise UpstreamError("the encoder's engine died", stage="encode", key=key) from error
-        except ValueError as error:
-            raise BadRequestError(
-                f"the model cannot take this picture: {error}", code="media_not_encodable", key=key
+        except (ValueError, EngineGenerateError) as error:
+            if isinstance(error, ValueError) or isinstance(error.__cause__, ValueError | TypeError):
+                raise _not_encodable(key, error.__cause__ or error) from error
+            raise UpstreamError(
+                f"the encoder's engine failed: {error.__cause__ or error}", stage="encode", key=key
             ) from error
         items = (final.ec_transfer_params if final is not None else None) or {}
         if len(items) != 1:
@@ -184,6 +184,15 @@ class VllmEncoderEngine:
         if self._engine is not None:
             await shut_down(self._engine)
             self._engine = None
+
+
+def _not_encodable(key: str, reason: BaseException) -> BadRequestError:
+    return BadRequestError(
+        f"the model cannot take this picture: {reason}",
+        code="media_not_encodable",
+        stage="encode",
+        key=key,
+    )
 
 
 def _resolver(config: ModelConfig) -> PlaceholderMetadataResolver:

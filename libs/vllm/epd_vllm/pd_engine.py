@@ -147,7 +147,7 @@ def put_placeholders(
         if not isinstance(content, list):
             continue
         for place, part in enumerate(content):
-            if part.get("type") == "media_ref":
+            if isinstance(part, dict) and part.get("type") == "media_ref":
                 item = placeholders[part["item"]]
                 content[place] = {
                     "type": "image_embeds",

@@ -12,8 +12,9 @@ from typing import Any
 from epd_common.bus import Bus, Delivery
 from epd_common.engines import EncoderEngine, EngineInfo
 from epd_common.errors import BadRequestError, DeadlineError, EpdError, UpstreamError
+from epd_common.ingest.processor_args import check_processor_args
 from epd_common.protocol import EmbeddingEvent, EncodeJob, Locator, ProtocolError, decode, subjects
-from epd_common.protocol.keys import is_key
+from epd_common.protocol.keys import digest, embedding_key, is_key
 from epd_common.store import (
     Arena,
     Embedding,
@@ -26,6 +27,8 @@ from epd_common.store import (
 logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 0.2
+ENGINE_DEATHS = 2
+"""An item during whose encode so many engines died is not given to a further one."""
 
 
 class EncodeHandler:
@@ -117,6 +120,7 @@ class EncodeHandler:
             await self._copy_to_remote(present)
             return self._event(job, delivery, present.header, encode_s=0.0)
         data = await self._media_of(job)
+        await self._check_key(job, data)
         started = time.monotonic()
 
         async def on_sized(metadata: dict[str, Any]) -> None:
@@ -152,6 +156,31 @@ class EncodeHandler:
             )
         return data
 
+    async def _check_key(self, job: EncodeJob, data: bytes) -> None:
+        """A key names its bytes (invariant I9); whoever publishes a job may claim anything."""
+        check_processor_args(job.processor_args, "processor_args")
+        if job.modality not in self._info.modalities:
+            raise BadRequestError(
+                f"modality {job.modality!r} is not encoded here",
+                code="modality_not_supported",
+                stage="encode",
+                key=job.key,
+            )
+        right = embedding_key(
+            media_digest=await asyncio.to_thread(digest, data),
+            fingerprint=job.fingerprint,
+            modality=job.modality,
+            processor_args=job.processor_args,
+            scope=job.scope,
+        )
+        if right != job.key:
+            raise BadRequestError(
+                f"the key {job.key} is not that of the media that came with it",
+                code="key_mismatch",
+                stage="encode",
+                key=job.key,
+            )
+
     async def _announce_size(self, job: EncodeJob, metadata: dict[str, Any]) -> None:
         """Tell PD workers how much room the item takes, before its embedding is there."""
         event = EmbeddingEvent(
@@ -174,6 +203,14 @@ class EncodeHandler:
 
     async def _failed(self, job: EncodeJob, delivery: Delivery, error: EpdError) -> None:
         fields = {"key": job.key, "request_id": job.request_id, "attempt": delivery.attempt}
+        if not self._engine.alive and await self._states.count_death(job.key) >= ENGINE_DEATHS:
+            error = BadRequestError(
+                f"the encoder's engine died {ENGINE_DEATHS} times while it encoded item {job.key}; it is "
+                "not tried again",
+                code="media_kills_engine",
+                stage="encode",
+                key=job.key,
+            )
         expired = isinstance(error, DeadlineError)
         permanent = error.status < 500 or expired
         if not permanent and not delivery.last_attempt:

@@ -17,6 +17,7 @@ from epd_common.bus import Bus, Registry, announce, declare_streams
 from epd_common.bus.micro import micro_service
 from epd_common.errors import UnavailableError
 from epd_common.ingest import Ingest, PictureChecker
+from epd_common.lifecycle import wait_any
 from epd_common.orders import Orders
 from epd_common.protocol import WorkerRecord, WorkerState
 from epd_common.replies import ReplyHub
@@ -73,10 +74,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         logger.info("listening on %s", url)
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(server.serve(sockets=[listening]), name="http")
-            await stop.wait()
+            await wait_any(stop, bus.lost)
             edge.draining = True
             server.should_exit = True
             await serving
+        if bus.lost.is_set():
+            raise UnavailableError("the connection to NATS is lost for good; the process ends")
 
 
 async def _edge(stack: AsyncExitStack, settings: GatewaySettings, bus: Bus, redis: Redis) -> Edge:

@@ -36,6 +36,9 @@ def text_before_first_item(body: dict[str, Any]) -> int:
             characters += len(content)
             continue
         for part in content or ():
+            if isinstance(part, str):
+                characters += len(part)
+                continue
             if part.get("type") == "media_ref":
                 return characters
             characters += len(part.get("text") or "")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import copy
 import logging
-import math
 import time
 from collections import Counter
 from typing import Any
@@ -17,6 +16,7 @@ from epd_common.bus import Bus, Delivery
 from epd_common.engines import AnswerHead, EngineInfo, PdEngine
 from epd_common.errors import (
     BadRequestError,
+    ConflictError,
     DeadlineError,
     EpdError,
     RequestCancelledError,
@@ -33,7 +33,7 @@ from epd_pd.arrivals import Arrivals, ForecastError
 from epd_pd.cancels import Cancels
 from epd_pd.frames import FrameWriter
 from epd_pd.readiness import Readiness
-from epd_pd.salvage import is_inbox, writer_for_malformed
+from epd_pd.salvage import check_job, writer_for_malformed
 
 logger = logging.getLogger(__name__)
 
@@ -74,15 +74,13 @@ class GenerateHandler:
         self._worker = worker
         self._deadline_s = deadline_s
         self._counters = counters
+        self._running: dict[str, int] = {}
 
     async def handle(self, delivery: Delivery) -> None:
         """Do one job and settle its delivery."""
         try:
             job = decode(delivery.data, GenerateJob)
-            if not math.isfinite(job.deadline):
-                raise ProtocolError("'deadline' must be a finite number")
-            if job.inbox and not is_inbox(job.inbox):
-                raise ProtocolError("'inbox' must be a subject without wildcards")
+            check_job(job, self._info.model)
         except ProtocolError as error:
             self._counters["malformed"] += 1
             logger.error("malformed generate job: %s", error)
@@ -100,8 +98,20 @@ class GenerateHandler:
             attempt=delivery.attempt,
             worker=self._worker,
         )
-        async with delivery:
-            await self._until_cancelled(job, delivery, writer)
+        if (running := self._running.get(job.request_id)) is not None:
+            if running != delivery.sequence:
+                await writer.error(
+                    ConflictError(f"a request with the id {job.request_id} is running already")
+                )
+                await delivery.ack()
+            # Else it is the same job again, as its heartbeats were late: what runs goes on and settles it.
+            return
+        self._running[job.request_id] = delivery.sequence
+        try:
+            async with delivery:
+                await self._until_cancelled(job, delivery, writer)
+        finally:
+            del self._running[job.request_id]
 
     async def _until_cancelled(
         self, job: GenerateJob, delivery: Delivery, writer: FrameWriter
@@ -171,6 +181,7 @@ class GenerateHandler:
             model=job.model,
             fingerprint=self._info.fingerprint,
             request_id=job.request_id,
+            scope=job.scope,
             deadline=job.deadline,
             traceparent=job.traceparent,
         )
@@ -227,6 +238,8 @@ class GenerateHandler:
                 if arrivals.failure is not None:
                     return  # what the engine says of a missing or unfit item is not the answer
                 if isinstance(part, AnswerHead):
+                    if part.status >= 500 and not self._engine.alive:
+                        raise UpstreamError("the engine died before it answered", stage="generate")
                     await writer.head(part.status, part.content_type)
                 else:
                     await writer.data(part)

@@ -21,11 +21,15 @@ from epd_common.errors import DeadlineError, EpdError, UpstreamError, from_statu
 from epd_common.orders import OrderContext, Orders
 from epd_common.protocol import EmbeddingEvent, Item, ProtocolError, decode, subjects
 from epd_common.store import Claim, EmbeddingHeader, SizeTable
+from epd_common.store.states import OTHERS_MAY_SUCCEED
 from epd_common.tasks import end
 from epd_pd.arrivals import Arrivals
 from epd_pd.pins import Pins
 
 logger = logging.getLogger(__name__)
+
+BACKOFF_S = 0.1
+"""Pause before the third order of an item; each further one is longer by this."""
 
 
 class Readiness:
@@ -139,8 +143,9 @@ class Readiness:
                         ready = event.state == "ready"
                         claim = Claim("ready" if ready else "failed", event.epoch, event)
                     continue
-                if (failure is not None and failure.status < 500) or orders >= self._attempts:
+                if (failure is not None and _is_final(failure)) or orders >= self._attempts:
                     raise _gave_up(item.key, failure, orders)
+                await asyncio.sleep(BACKOFF_S * (orders - 1))
                 orders += 1
                 self._counters["reordered"] += 1
                 logger.warning(
@@ -193,6 +198,11 @@ class Readiness:
         finally:
             with contextlib.suppress(nats.errors.Error):
                 await subscription.unsubscribe()
+
+
+def _is_final(failure: EmbeddingEvent) -> bool:
+    """Whether these bytes can never be encoded. Another's job may have lacked them: ours has them."""
+    return failure.status < 500 and failure.code not in OTHERS_MAY_SUCCEED
 
 
 def _gave_up(key: str, failure: EmbeddingEvent | None, orders: int) -> Exception:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import msgspec
 
 from epd_common.bus import Bus, Delivery
+from epd_common.protocol import GenerateJob, ProtocolError
 from epd_pd.frames import FrameWriter
 
+MAX_INBOX = 256
+_RESERVED = ("$", "epd.")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _SUBJECT = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
 
 
@@ -18,8 +23,32 @@ class _Address(msgspec.Struct):
 
 
 def is_inbox(subject: str) -> bool:
-    """Whether one can publish to it."""
+    """Whether frames may be sent there: a short subject, and none that the system itself uses.
+
+    A subject that is longer than the server's control line would end the worker's connection for good.
+    """
+    if len(subject) > MAX_INBOX or subject.startswith(_RESERVED):
+        return False
     return _SUBJECT.fullmatch(subject) is not None
+
+
+def check_job(job: GenerateJob, model: str) -> None:
+    """What the message's types do not say.
+
+    Raises:
+        ProtocolError: naming the field.
+    """
+    if _REQUEST_ID.fullmatch(job.request_id) is None:
+        raise ProtocolError("'request_id' must be 1 to 128 letters, digits, '_' or '-'")
+    if not math.isfinite(job.deadline):
+        raise ProtocolError("'deadline' must be a finite number")
+    if job.inbox and not is_inbox(job.inbox):
+        raise ProtocolError(
+            "'inbox' must be a subject of its own, without wildcards, "
+            f"of at most {MAX_INBOX} characters"
+        )
+    if job.model != model:
+        raise ProtocolError(f"'model' is {job.model[:80]!r}, but this queue is that of {model!r}")
 
 
 def writer_for_malformed(bus: Bus, delivery: Delivery, worker: str) -> FrameWriter | None:

@@ -47,6 +47,8 @@ class Bus:
         self._closing = False
         self._last_error = ""
         self._refused = asyncio.Event()
+        self.lost = asyncio.Event()
+        """Set when the connection was closed for good and nobody asked for it: the process should end."""
         self._connected_once = False
         self.js: JetStreamContext = self._client.jetstream()
 
@@ -82,6 +84,7 @@ class Bus:
                 error_cb=self._on_error,
                 disconnected_cb=self._on_disconnect,
                 reconnected_cb=self._on_reconnect,
+                closed_cb=self._on_closed,
                 # Requests that fail while disconnected must fail, not pile up.
                 pending_size=8 * 1024 * 1024,
             )
@@ -198,6 +201,11 @@ class Bus:
     async def _on_disconnect(self) -> None:
         if self._connected_once and not self._closing:
             logger.warning("NATS: disconnected from %s", self.address)
+
+    async def _on_closed(self) -> None:
+        if self._connected_once and not self._closing:
+            logger.error("NATS: the server ended the connection for good (%s)", self._last_error)
+            self.lost.set()
 
     async def _on_reconnect(self) -> None:
         logger.info("NATS: reconnected to %s", self.address)

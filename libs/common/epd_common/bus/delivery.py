@@ -50,6 +50,11 @@ class Delivery:
         return int(self._message.metadata.num_delivered)
 
     @property
+    def sequence(self) -> int:
+        """The job's number in its stream: the same at each of its deliveries."""
+        return int(self._message.metadata.sequence.stream)
+
+    @property
     def last_attempt(self) -> bool:
         return self.attempt >= MAX_DELIVERIES
 
@@ -81,11 +86,10 @@ class Delivery:
             at=time.time(),
             payload=self.data,
         )
-        sequence = self._message.metadata.sequence.stream
         if len(encode(letter)) > self._bus.max_payload_bytes:
             letter = msgspec.structs.replace(letter, payload=b"")
         await self._bus.store(
-            subjects.dlq_subject(self._stage), letter, message_id=f"{self._stage}-{sequence}"
+            subjects.dlq_subject(self._stage), letter, message_id=f"{self._stage}-{self.sequence}"
         )
         await self._settle(self._message.term)
 

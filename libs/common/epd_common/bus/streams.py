@@ -28,6 +28,9 @@ ACK_WAIT_S = 2.0
 """A job whose worker is silent for this long is given to another; workers send ``in_progress``."""
 
 MAX_DELIVERIES = 5
+JOB_MAX_AGE_S = 3600.0
+"""No job is worth doing after this; what nobody takes does not fill a queue for ever."""
+
 DUPLICATE_WINDOW_S = 120.0
 DLQ_MAX_MESSAGES = 10_000
 DLQ_MAX_AGE_S = 7 * 24 * 3600.0
@@ -52,6 +55,7 @@ async def declare_streams(bus: Bus, *, max_jobs: int, replicas: int = 1) -> None
                 storage=StorageType.FILE,
                 discard=DiscardPolicy.NEW,  # a full queue refuses: that is the back-pressure
                 max_msgs=max_jobs,
+                max_age=JOB_MAX_AGE_S,
                 duplicate_window=DUPLICATE_WINDOW_S,
                 num_replicas=replicas,
             ),

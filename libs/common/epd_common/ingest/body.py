@@ -13,6 +13,7 @@ import msgspec
 
 from epd_common.errors import TooLargeError
 from epd_common.ingest.parts import Source, invalid, read_part
+from epd_common.ingest.processor_args import check_processor_args
 from epd_common.protocol.jobs import Modality
 
 CHAT = "/v1/chat/completions"
@@ -20,6 +21,9 @@ COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 
 _INTERNAL_FIELDS = ("ec_transfer_params", "kv_transfer_params", "vllm_xargs")
+MAX_PARTS = 4096
+"""Messages and content parts of one request, together."""
+
 _MAX_DEPTH = 100
 """Levels of lists and objects. JSON writers further on use recursion, and JSON schemas need some thirty."""
 
@@ -69,7 +73,7 @@ def extract(route: str, body: dict[str, Any], *, max_items: int) -> Extracted:
     Raises:
         BadRequestError: A wrong JSON type on the way, a field that the stages use among themselves, or
             a part that cannot be served; ``param`` names it.
-        TooLargeError: ``too_many_items``.
+        TooLargeError: ``too_many_items`` or ``too_many_parts``.
     """
     if not isinstance(body, dict):
         raise invalid("body", "the request body must be a JSON object")
@@ -79,6 +83,7 @@ def extract(route: str, body: dict[str, Any], *, max_items: int) -> Extracted:
     found = Extracted(body, _take_processor_args(body))
     if route == CHAT:
         messages = _list_of_objects(body.get("messages"), "messages")
+        _check_count(messages, ("content",))
         body["messages"] = [
             _walk(message, ("content",), f"messages[{n}]", found)
             for n, message in enumerate(messages)
@@ -86,6 +91,7 @@ def extract(route: str, body: dict[str, Any], *, max_items: int) -> Extracted:
     elif route == RESPONSES:
         if not isinstance(body.get("input"), str):
             items = _list_of_objects(body.get("input"), "input")
+            _check_count(items, ("content", "output"))
             body["input"] = [
                 _walk(item, ("content", "output"), f"input[{n}]", found)
                 for n, item in enumerate(items)
@@ -119,6 +125,24 @@ def _check_depth(body: dict[str, Any]) -> None:
     raise invalid("body", f"the body is nested deeper than {_MAX_DEPTH} levels")
 
 
+def _check_count(messages: list[dict[str, Any]], fields: tuple[str, ...]) -> None:
+    """Bound what templates and validation run over: they hold the event loop of a PD worker."""
+    parts = sum(
+        len(content)
+        for message in messages
+        for name in fields
+        if isinstance(content := message.get(name), list)
+    )
+    if len(messages) + parts > MAX_PARTS:
+        raise TooLargeError(
+            f"the request has {len(messages)} messages with {parts} content parts; at most "
+            f"{MAX_PARTS} of both are taken",
+            code="too_many_parts",
+            param="messages",
+            stage="ingest",
+        )
+
+
 def _check_fields(body: dict[str, Any]) -> None:
     for name, value in body.items():
         if value is None:
@@ -145,11 +169,7 @@ def _take_processor_args(body: dict[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(args, dict):
         raise invalid(name, f"{name} must be a JSON object")
-    try:
-        # They travel in jobs, and MessagePack has no integers above 64 bits.
-        msgspec.msgpack.encode(args)
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise invalid(name, f"{name} holds a value that cannot be sent: {error}") from error
+    check_processor_args(args, name)
     return args
 
 

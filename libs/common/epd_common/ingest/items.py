@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import msgspec
 from epd_common.errors import TooLargeError
 from epd_common.ingest.body import MediaPart
 from epd_common.ingest.parts import ItemSource, invalid
+from epd_common.ingest.processor_args import check_processor_args
 from epd_common.protocol import Item, Media
 from epd_common.protocol.keys import embedding_key, is_key
 from epd_common.store.media import StoredFile
@@ -126,13 +126,7 @@ def _check_item(item: Item, named: bool, place: str) -> None:
             f"{place} is of modality {item.modality!r}, which is not served here",
             "modality_not_supported",
         )
-    try:
-        json.dumps(item.processor_args, sort_keys=True)
-    except (TypeError, ValueError, RecursionError):  # MessagePack has more types than JSON
-        raise invalid(
-            f"{place}.processor_args",
-            f"{place}.processor_args holds values that JSON does not have; keys are made from JSON",
-        ) from None
+    check_processor_args(item.processor_args, f"{place}.processor_args")
     if (item.media.inline is None) == (not item.media.ref):
         raise invalid(f"{place}.media", f"{place}.media must have either ref or inline")
 

@@ -44,7 +44,9 @@ class Item(Part, frozen=True, kw_only=True):
 class EncodeJob(Message, tag="encode", frozen=True, kw_only=True):
     """Encode one item. Subject ``epd.v1.encode.<model>.<lane>``, stream ``EPD_ENCODE``.
 
-    ``deadline`` is in seconds since the Unix epoch, as jobs cross machines; 0 is none.
+    ``key`` must be that of the media's bytes, ``modality``, ``fingerprint``, ``processor_args`` and
+    ``scope``: the encoder computes it again. ``deadline`` is in seconds since the Unix epoch, as jobs
+    cross machines; 0 is none.
     """
 
     key: str
@@ -54,6 +56,7 @@ class EncodeJob(Message, tag="encode", frozen=True, kw_only=True):
     modality: Modality = "image"
     media: Media
     processor_args: dict[str, Any] = {}
+    scope: str = ""
     deadline: float = 0.0
     request_id: str = ""
     traceparent: str = ""

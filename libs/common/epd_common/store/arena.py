@@ -165,7 +165,8 @@ class Arena:
         with os.scandir(self._data) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                    yield entry.path, entry.stat()
+                    if entry.is_file(follow_symlinks=False):
+                        yield entry.path, entry.stat(follow_symlinks=False)
 
     def _write(self, embedding: Embedding) -> None:
         temporary = self.staging / f"put-{next(self._numbers)}-{embedding.header.key}"

@@ -19,6 +19,8 @@ from epd_common.store.redis_client import redis_errors
 
 ClaimState = Literal["claimed", "pending", "ready", "failed"]
 _PREFIX = "epd:v1:state:"
+_DEATHS = "epd:v1:deaths:"
+DEATHS_TTL_S = 600
 
 # KEYS: state names. ARGV: lease in ms, then per key the epoch that its caller found to be of no use
 # (0: none). An epoch is the server's time in ms, pushed on where two fall into one.
@@ -85,6 +87,10 @@ return redis.call('DEL', KEYS[1])
 FAILED_TTL_S = 10.0
 """How long bytes that cannot be encoded are remembered as such. Other failures are not: the next who asks
 has them tried again."""
+
+
+OTHERS_MAY_SUCCEED = ("media_gone", "key_mismatch")
+"""Failures of one job, which another job for the same key need not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +180,21 @@ class KeyStates:
         """Record a ready or failed event. False if a newer epoch is under way: then it changes nothing."""
         ttl_ms = self._ready_ms
         if event.state == "failed":
-            ttl_ms = int(FAILED_TTL_S * 1000) if event.status < 500 else 0
+            remembered = event.status < 500 and event.code not in OTHERS_MAY_SUCCEED
+            ttl_ms = int(FAILED_TTL_S * 1000) if remembered else 0
         with redis_errors():
             done = await self._finish(
                 keys=[_PREFIX + event.key], args=[event.epoch, event.state, encode(event), ttl_ms]
             )
         return bool(done)
+
+    async def count_death(self, key: str) -> int:
+        """An engine died while it encoded this key; how many have by now."""
+        name = f"{_DEATHS}{key}"
+        with redis_errors():
+            count = int(await self._redis.incr(name))
+            await self._redis.expire(name, DEATHS_TTL_S)
+        return count
 
     async def abandon(self, key: str, epoch: int) -> None:
         """Give a claim back, when its encode job could not be published."""

@@ -1,7 +1,8 @@
 """Ask an epdflow cluster about pictures over NATS alone, with no gateway and none of epdflow's code.
 
     pip install nats-py msgpack
-    python direct_nats.py --nats nats://127.0.0.1:4222 "What is in image #1?" picture.png
+    python direct_nats.py "What is in image #1?" picture.png     # where `epd up` runs
+    python direct_nats.py --nats nats://user:password@host:4222 "What is in image #1?" picture.png
 
 It publishes one generate job, with the pictures inline, and prints the answer as its frames arrive.
 The messages are described in ``docs/protocol.md``.
@@ -20,6 +21,7 @@ from typing import Any
 
 import msgpack
 import nats
+import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.errors import NoKeysError
@@ -150,11 +152,27 @@ async def ask(
     return 0
 
 
+def local_nats() -> str:
+    """The address in the state file of an `epd up` in this folder, or NATS's usual one."""
+    state = Path(".epd/state.json")
+    if state.exists():
+        return str(json.loads(state.read_text())["nats_url"])
+    return "nats://127.0.0.1:4222"
+
+
+async def no_noise(error: Exception) -> None:
+    """nats-py prints a traceback for each failed attempt; the one error at the end says enough."""
+
+
 async def main() -> int:
     parser = argparse.ArgumentParser(description="Ask about pictures over NATS.")
     parser.add_argument("text")
     parser.add_argument("pictures", nargs="*", type=Path)
-    parser.add_argument("--nats", default="nats://127.0.0.1:4222", help="credentials inside")
+    parser.add_argument(
+        "--nats",
+        default=local_nats(),
+        help="credentials inside; default: what `epd up` started here",
+    )
     parser.add_argument("--model", help="default: the one that is served")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds")
     options = parser.parse_args()
@@ -162,7 +180,13 @@ async def main() -> int:
     if sum(map(len, pictures)) > MAX_INLINE_BYTES:
         print(f"inline pictures take {MAX_INLINE_BYTES} bytes together, at most", file=sys.stderr)
         return 1
-    client = await nats.connect(options.nats)
+    try:
+        client = await nats.connect(
+            options.nats, allow_reconnect=False, connect_timeout=5, error_cb=no_noise
+        )
+    except (OSError, nats.errors.Error) as error:
+        print(f"cannot connect to NATS ({error}); is the URL right?", file=sys.stderr)
+        return 1
     try:
         model = options.model
         if model is None:

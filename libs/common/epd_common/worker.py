@@ -9,16 +9,27 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from epd_common.bus import Bus, Delivery, JobPuller, announce
+from redis.asyncio import Redis
+
+from epd_common.bus import Bus, Delivery, JobPuller, announce, declare_streams
 from epd_common.bus.micro import micro_service
 from epd_common.engines import EngineInfo, Progress
 from epd_common.errors import EpdError, UnavailableError, UpstreamError
 from epd_common.lifecycle import wait_any
 from epd_common.protocol import WorkerRecord, WorkerState
 from epd_common.settings import WorkerSettings
+from epd_common.store import (
+    Arena,
+    EmbeddingStore,
+    KeyStates,
+    MediaStore,
+    RedisEmbeddingStore,
+    open_redis,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -215,3 +226,49 @@ class Worker:
             "slots": self._slots,
             "counters": dict(self.counters),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """What a worker process works with, open as long as its stack is."""
+
+    bus: Bus
+    redis: Redis
+    arena: Arena
+    worker: Worker
+    states: KeyStates
+    media: MediaStore
+    remote: list[EmbeddingStore]
+
+
+async def connect(
+    stack: AsyncExitStack,
+    settings: WorkerSettings,
+    *,
+    role: Literal["encoder", "pd"],
+    slots: int,
+) -> Connections:
+    """Connect to the brokers, open this node's arena, and enter the registry as ``starting``."""
+    bus = await stack.enter_async_context(
+        Bus(settings.nats_url, name=f"epd-{role} {settings.worker_id}")
+    )
+    redis = await stack.enter_async_context(open_redis(settings.redis_url))
+    await declare_streams(bus, max_jobs=settings.queue_max_jobs)
+    arena = Arena(settings.arena_dir, quota_bytes=settings.arena_bytes, worker=settings.worker_id)
+    arena.open()
+    stack.callback(arena.close)
+    worker = await stack.enter_async_context(Worker(bus, settings, role=role, slots=slots))
+    remote: list[EmbeddingStore] = []
+    if "redis" in settings.stores:
+        remote.append(RedisEmbeddingStore(redis, ttl_s=settings.embedding_ttl_s))
+    return Connections(
+        bus=bus,
+        redis=redis,
+        arena=arena,
+        worker=worker,
+        states=KeyStates(
+            redis, lease_s=settings.encode_lease_s, ready_ttl_s=settings.embedding_ttl_s
+        ),
+        media=MediaStore(redis, ttl_s=settings.media_ttl_s),
+        remote=remote,
+    )

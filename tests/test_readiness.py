@@ -475,6 +475,23 @@ async def test_failure_of_one_item_releases_the_others(house: House) -> None:
     assert house.pinned == []
 
 
+async def test_the_engine_sees_no_embedding_that_was_not_verified(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may wait inside the engine for this very file to appear."""
+    await house.encode(await house.claimed_elsewhere())
+    seen: list[bool] = []
+
+    async def verify_elsewhere(verify: Callable[[], None]) -> None:
+        seen.append((house.arena.pins / house.key).exists())
+        verify()
+
+    monkeypatch.setattr("epd_pd.pins.asyncio.to_thread", verify_elsewhere)
+    async with house.wait():
+        assert (house.arena.pins / house.key).exists()
+    assert seen == [False]
+
+
 @pytest.mark.parametrize("moment", ["looking", "waiting", "verifying", "leaving"])
 async def test_a_cancelled_request_leaves_no_pin(
     house: House, moment: str, monkeypatch: pytest.MonkeyPatch

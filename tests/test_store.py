@@ -608,3 +608,20 @@ async def test_nothing_answers_at_the_address() -> None:
     with pytest.raises(UnavailableError, match="EPD_REDIS_URL"):
         async with asyncio.timeout(10), open_redis("unix:///nowhere/at/all.sock"):
             pass
+
+
+async def test_what_is_held_is_not_in_the_engines_sight_until_exposed(arena: Arena) -> None:
+    given = embedding()
+    key = given.header.key
+    await arena.put(given)
+    held = arena.hold(key)
+    assert held is not None and held.exists()
+    assert not (arena.pins / key).exists()
+    await arena.delete(key)
+    assert arena.hold(key) == held, "an eviction does not take it"
+    arena.expose(key)
+    assert (arena.pins / key).exists() and not held.exists()
+    assert arena.hold(key) == arena.pins / key, "held again, it is the pin"
+    arena.expose(key)
+    arena.unpin(key)
+    assert list(arena.pins.iterdir()) == []

@@ -82,8 +82,9 @@ class Pins:
         return None
 
     async def _pin(self, key: str) -> EmbeddingHeader | None:
-        """Pin first, then verify: what was verified cannot be evicted in between."""
-        path = self._arena.pin(key)
+        """Hold first, then verify, then expose: nothing can be evicted in between, and the engine, in which a
+        request may wait for it already, sees nothing that was not verified."""
+        path = self._arena.hold(key)
         if path is None:
             return None
         try:
@@ -99,4 +100,5 @@ class Pins:
             self._arena.unpin(key)
             await self._arena.delete(key)
             return None
+        self._arena.expose(key)
         return embedding.header

@@ -1,8 +1,9 @@
 """The arena: a node's embeddings as files on tmpfs.
 
 * Publish: write a temporary file, then rename it, so a reader sees all of it or nothing.
-* Pin: a hard link in the consumer's own folder. An eviction removes the arena's name for the file, never
-  the memory under a reader; a dead consumer's pins are swept when it, or its successor, starts.
+* Pin: a hard link in the consumer's own folder, hidden by a dot until it was verified. An eviction removes the
+  arena's name for the file, never the memory under a reader; a dead consumer's pins are swept when any worker
+  of the node starts.
 * Read: ``mmap``. That a pinned file exists is the readiness that the engine's processes see.
 
 Layout below the root::
@@ -140,23 +141,45 @@ class Arena:
             file.write(pack_header(header))
         self._publish(staged, header)
 
-    def pin(self, key: str) -> Path | None:
-        """Link a published embedding into this worker's pins; None if it is neither there nor pinned."""
-        published, pinned = self._path(key), self._pinned(key)
+    def hold(self, key: str) -> Path | None:
+        """Link a published embedding so that no eviction takes it, out of the engine's sight.
+
+        None if it is neither there nor pinned already. :meth:`expose` shows it to the engine.
+        """
+        published, held = self._path(key), self._held(key)
+        if self._pinned(key).exists():
+            return self._pinned(key)
         try:
-            os.link(published, pinned)
+            os.link(published, held)
         except FileExistsError:
-            return pinned
-        except FileNotFoundError:  # which says nothing of a pin from before the eviction
-            return pinned if pinned.exists() else None
-        os.utime(pinned)  # one inode: the arena's name counts as used, too
-        return pinned
+            return held
+        except FileNotFoundError:  # which says nothing of a link from before the eviction
+            return held if held.exists() else None
+        os.utime(held)  # one inode: the arena's name counts as used, too
+        return held
+
+    def expose(self, key: str) -> None:
+        """Make a held embedding a pin: from now on the engine may read it."""
+        with contextlib.suppress(FileNotFoundError):  # it is a pin already
+            os.rename(self._held(key), self._pinned(key))
+
+    def pin(self, key: str) -> Path | None:
+        """Hold and expose in one, for an embedding that needs no verification."""
+        if self.hold(key) is None:
+            return None
+        self.expose(key)
+        return self._pinned(key)
 
     def unpin(self, key: str) -> None:
+        """Let go of it, whether it was exposed or only held."""
+        self._held(key).unlink(missing_ok=True)
         self._pinned(key).unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
         return self._data / _file_name(key)
+
+    def _held(self, key: str) -> Path:
+        return self._pinned(key).with_name(f".{key}")
 
     def _pinned(self, key: str) -> Path:
         return self.pins / _file_name(key)

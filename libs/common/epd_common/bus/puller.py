@@ -154,8 +154,9 @@ class JobPuller:
 
     async def _look(self) -> Msg | None:
         """Ask each lane in turn for a job that is there now."""
-        if not self._arrived.empty():
-            return await self._next(0)
+        while not self._arrived.empty():  # jobs, and lanes that say that they have none
+            if message := await self._next(0):
+                return message
         for lane in self._lanes:
             if self._may_open(lane):
                 await self._pull(lane, wait_s=0)

@@ -1,9 +1,9 @@
 """The arena: a node's embeddings as files on tmpfs.
 
 * Publish: write a temporary file, then rename it, so a reader sees all of it or nothing.
-* Pin: a hard link in the consumer's own folder, hidden by a dot until it was verified. An eviction removes the
-  arena's name for the file, never the memory under a reader; a dead consumer's pins are swept when any worker
-  of the node starts.
+* Pin: a hard link in the consumer's own folder, hidden by a dot until it was verified. An eviction
+  removes the arena's name for the file, never the memory under a reader; a dead consumer's pins are swept
+  when any worker of the node starts.
 * Read: ``mmap``. That a pinned file exists is the readiness that the engine's processes see.
 
 Layout below the root::

@@ -266,3 +266,12 @@ def test_messages_and_parts_are_bounded_together() -> None:
     with pytest.raises(TooLargeError) as caught:
         run(CHAT, {"messages": [message] * 2049})
     assert (caught.value.code, caught.value.param) == ("too_many_parts", "messages")
+
+
+def test_a_prompt_with_pictures_is_not_truncated() -> None:
+    body = chat({"type": "image_url", "image_url": {"url": "https://host/a.png"}})
+    assert len(run(CHAT, body).parts) == 1
+    assert run(CHAT, chat(TEXT, truncate_prompt_tokens=5)).parts == []
+    with pytest.raises(BadRequestError) as caught:
+        run(CHAT, body | {"truncate_prompt_tokens": 5})
+    assert caught.value.param == "truncate_prompt_tokens"

@@ -108,6 +108,12 @@ def extract(route: str, body: dict[str, Any], *, max_items: int) -> Extracted:
             param=found.parts[max_items].place,
             stage="ingest",
         )
+    if found.parts and body.get("truncate_prompt_tokens") is not None:
+        raise invalid(
+            "truncate_prompt_tokens",
+            "truncate_prompt_tokens could cut a picture in two; leave it out where there are pictures",
+            "unsupported_parameter",
+        )
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 from pathlib import Path
@@ -181,9 +182,11 @@ class VllmEncoderEngine:
         return identifier, dict(entry["metadata"])
 
     async def stop(self) -> None:
-        if self._engine is not None:
-            await shut_down(self._engine)
-            self._engine = None
+        if self._engine is None:
+            return
+        await shut_down(self._engine)
+        self._engine = None
+        gc.collect()  # vLLM's engine cannot be finalised once the interpreter ends
 
 
 def _not_encodable(key: str, reason: BaseException) -> BadRequestError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -131,9 +132,12 @@ class VllmPdEngine:
             await self._engine.engine_core.abort_requests_async([_NOBODY])
 
     async def stop(self) -> None:
-        if self._engine is not None:
-            await shut_down(self._engine)
-            self._engine = self._app = None
+        if self._engine is None:
+            return
+        await shut_down(self._engine)
+        self._engine = None
+        self._app = None
+        gc.collect()  # vLLM's engine cannot be finalised once the interpreter ends
 
 
 def put_placeholders(

@@ -794,3 +794,22 @@ async def test_the_micro_service_answers(bus: Bus, nats_url: str) -> None:
             await ask("PING")
         with pytest.raises(TimeoutError, match="nobody answers"):
             await ask_health(bus, worker)
+
+
+async def test_waiting_until_a_model_is_served(bus: Bus, model: str) -> None:
+    """A record that comes after the first reading is waited for, for a bounded time."""
+    async with asyncio.timeout(10), Registry(bus) as registry:
+        others = set(registry.models())
+        registry.models = lambda: [m for m in Registry.models(registry) if m not in others]  # type: ignore[method-assign]
+        started = time.monotonic()
+        await registry.until_served(0.2)
+        assert time.monotonic() - started >= 0.2
+        waiting = asyncio.create_task(registry.until_served(60))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        beat = WorkerRecord(
+            role="pd", worker=secrets.token_hex(4), node="n", state="ready", beat=0, model=model
+        )
+        async with announce(bus, lambda number: beat, every_s=1):
+            await waiting
+            assert registry.models() == [model]

@@ -29,6 +29,8 @@ from epd_common.store import KeyStates, MediaStore, open_redis
 CHAT = "/v1/chat/completions"
 ENCODE_LEASE_S = 60.0
 TTL_S = 900
+SERVED_WITHIN_S = 3.0
+"""A new client waits so long for a worker to show; their heartbeats are 2 s apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ async def connect(nats_url: str, redis_url: str) -> AsyncIterator[Client]:
         media = MediaStore(redis, ttl_s=TTL_S)
         pictures = await stack.enter_async_context(PictureChecker(limits))
         registry = await stack.enter_async_context(Registry(bus))
+        await registry.until_served(SERVED_WITHIN_S)
         hub = await stack.enter_async_context(ReplyHub(bus))
         states = KeyStates(redis, lease_s=ENCODE_LEASE_S, ready_ttl_s=TTL_S)
         yield Client(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import logging
 from pathlib import Path
@@ -186,7 +185,6 @@ class VllmEncoderEngine:
             return
         await shut_down(self._engine)
         self._engine = None
-        gc.collect()  # vLLM's engine cannot be finalised once the interpreter ends
 
 
 def _not_encodable(key: str, reason: BaseException) -> BadRequestError:

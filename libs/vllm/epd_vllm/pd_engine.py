@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -137,7 +136,6 @@ class VllmPdEngine:
         await shut_down(self._engine)
         self._engine = None
         self._app = None
-        gc.collect()  # vLLM's engine cannot be finalised once the interpreter ends
 
 
 def put_placeholders(

@@ -192,6 +192,8 @@ class Bus:
             raise _unavailable(error) from error
 
     async def _on_error(self, error: Exception) -> None:
+        if self._refused.is_set():
+            return  # what follows is only the server closing the connection
         self._last_error = str(error) or type(error).__name__
         if "authorization" in self._last_error.lower():
             self._refused.set()

@@ -19,6 +19,7 @@ import nats.js.errors
 from nats.js.kv import KeyValue
 
 from epd_common.bus.connection import Bus
+from epd_common.changes import Changes
 from epd_common.errors import UnavailableError
 from epd_common.protocol import subjects
 from epd_common.protocol.codec import ProtocolError, decode, encode
@@ -57,6 +58,7 @@ class Registry:
         self._workers: dict[str, WorkerView] = {}
         self._task: asyncio.Task[None] | None = None
         self._first_sync = asyncio.Event()
+        self._changes = Changes()
         self._closing = False
 
     async def __aenter__(self) -> Self:
@@ -87,6 +89,19 @@ class Registry:
     def ready(self, role: str, model: str) -> list[WorkerRecord]:
         """Records of the workers of a model that take work now."""
         return [view.record for view in self.workers(role, model) if view.ready]
+
+    async def until_served(self, timeout_s: float) -> None:
+        """Return when some model is served, or after ``timeout_s``.
+
+        A record that its worker replaces while the bucket is first read can be missing for a moment.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    seen = self._changes.count
+                    if self.models():
+                        return
+                    await self._changes.since(seen)
 
     def models(self) -> list[str]:
         """Names of the models that at least one ready PD worker serves."""
@@ -142,6 +157,7 @@ class Registry:
         ):
             view.seen = before.seen  # read again, not beaten again
         self._workers[key] = view
+        self._changes.note()
         for old in [k for k, v in self._workers.items() if time.monotonic() - v.seen > 60]:
             del self._workers[old]
 

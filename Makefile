@@ -19,6 +19,7 @@ check: setup ## lint, types, import walls and the fast tests; under 2 minutes
 	$(BIN)/mypy
 	$(BIN)/mypy scripts/setup.py
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/write_docs.py --check
 	$(BIN)/python -m pytest -q -m "not vllm and not docker and not slow" --durations=15
 
 test: setup ## every test that needs no Docker engine, with real vLLM on the CPU

@@ -44,7 +44,7 @@ from epd_common.protocol import (
 from epd_common.protocol.codec import encode
 from epd_common.protocol.keys import digest
 from epd_common.replies import Reply, ReplyHub
-from epd_common.store import KeyStates, SizeTable
+from epd_common.store import KeyStates, SizeTable, StoreFullError
 from fake_engine import answer_text
 from service_stack import (
     BOUND_S,
@@ -1172,3 +1172,19 @@ async def test_a_picture_that_kills_engines_is_not_handed_on(
         survivor.engine.gate.set()
         one = picture()
         assert text_of(await stack.ask("the rest", one)) == answer_text("the rest", one)
+
+
+async def test_what_a_full_arena_refuses_leaves_nothing_behind(
+    stack: ServiceStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, refused = stack.encoders[0], picture()
+
+    def full(*_: object) -> None:
+        raise StoreFullError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("epd_common.store.arena.Arena.adopt", full)
+        response = await stack.ask("no room", refused)
+    assert response.status_code == 502
+    assert list((encoder.arena / "staging" / encoder.id).iterdir()) == []
+    assert text_of(await stack.ask("room again", refused)) == answer_text("room again", refused)

@@ -188,10 +188,6 @@ class Brokers:
         """Process ids by role, for `epd status` and the state file."""
         return {broker.name.lower(): broker.pid for broker in self._all() if broker.running}
 
-    @property
-    def log_paths(self) -> dict[str, Path]:
-        return {broker.name.lower(): broker.log_path for broker in self._all()}
-
     def _all(self) -> list[ServerProcess]:
         return [b for b in (self.nats_or_none, self.redis_or_none) if b is not None]
 

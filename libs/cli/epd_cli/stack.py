@@ -19,6 +19,7 @@ from epd_cli.processes import ServiceProcess
 from epd_cli.server_process import ServerProcess
 from epd_common.bus import Bus, Registry, WorkerView
 from epd_common.errors import EpdError
+from epd_common.tasks import end
 
 START_TIMEOUT_S = 600.0
 RESTART_DELAY_S = 1.0
@@ -98,7 +99,11 @@ class Stack:
         return path
 
     async def supervise(self, stop: asyncio.Event, say: Callable[[str], None]) -> None:
-        """Restart what dies, services and brokers, until ``stop`` is set."""
+        """Restart what dies, services and brokers, until ``stop`` is set.
+
+        Raises:
+            EpdError: something could not be started again.
+        """
 
         async def keep_broker(broker: ServerProcess) -> None:
             while True:
@@ -121,12 +126,13 @@ class Stack:
         keepers += [
             asyncio.create_task(keep_broker(b), name=f"keep {b.name}") for b in self.brokers
         ]
+        stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
-            await stop.wait()
+            done, _ = await asyncio.wait((stopping, *keepers), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a keeper only ends by an error
         finally:
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            await end(stopping, *keepers)
 
 
 @contextlib.asynccontextmanager

@@ -130,7 +130,12 @@ class EncodeHandler:
             job.key, data, job.modality, job.processor_args, on_sized
         )
         encode_s = time.monotonic() - started
-        await asyncio.to_thread(self._arena.adopt, staged.path, staged.header)
+        try:
+            await asyncio.to_thread(self._arena.adopt, staged.path, staged.header)
+        finally:
+            staged.path.unlink(
+                missing_ok=True
+            )  # a full arena must not fill up with what it refused
         self._counters["encoded"] += 1
         if self._remote:
             published = await self._arena.get(job.key)

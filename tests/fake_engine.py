@@ -23,6 +23,7 @@ from epd_common.engines import (
 )
 from epd_common.errors import BadRequestError, UpstreamError
 from epd_common.ingest.parts import text_of
+from epd_common.store import Arena
 from epd_common.store.arena import map_embedding
 from epd_common.store.embedding import EmbeddingHeader, pack_header, payload_checksum
 
@@ -58,13 +59,14 @@ def answer_text(text: str, *pictures: bytes) -> str:
     return " ".join([*(tag(data) for data in pictures), text])
 
 
-def _info(model: str, fingerprint: str) -> EngineInfo:
+def _info(model: str, fingerprint: str, *, encodes: bool = True) -> EngineInfo:
     return EngineInfo(
         model=model,
         fingerprint=fingerprint,
         modalities=("image",),
         max_model_len=MAX_MODEL_LEN,
         special_tokens=SPECIAL_TOKENS,
+        encodes=encodes,
         versions={"fake": "1"},
     )
 
@@ -129,14 +131,15 @@ class FakeEncoderEngine:
 class FakePdEngine:
     """Answers with the tags of the pinned embeddings in the order of the parts, and the texts.
 
-    Switches: ``gate`` holds answers between their first piece and the rest while it is clear; ``status``
-    makes every answer an error of that status; ``padding`` is put behind every answer; ``crash`` raises
-    something that no engine should; ``die`` ends the engine.
+    Switches: ``tower`` encodes, if it was told to; ``gate`` holds answers between their first piece and the
+    rest while it is clear; ``status`` makes every answer an error of that status; ``padding`` is put behind
+    every answer; ``crash`` raises something that no engine should; ``die`` ends the engine.
     """
 
-    def __init__(self, model: str, fingerprint: str, pins: Path) -> None:
-        self._info = _info(model, fingerprint)
-        self._pins = pins
+    def __init__(self, model: str, fingerprint: str, arena: Arena, *, encodes: bool) -> None:
+        self._info = _info(model, fingerprint, encodes=encodes)
+        self._pins = arena.pins
+        self.tower = FakeEncoderEngine(model, fingerprint, arena.staging)
         self._dead = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -157,10 +160,15 @@ class FakePdEngine:
         self._dead.set()
         self.gate.set()
         self._woken.set()
+        self.tower.die()
 
     async def start(self, progress: Progress) -> EngineInfo:
         progress("loading nothing")
         return self._info
+
+    async def encode(self, *args: Any) -> StagedEmbedding:
+        assert self._info.encodes
+        return await self.tower.encode(*args)
 
     async def answer(
         self, request_id: str, route: str, body: dict[str, Any], placeholders: list[Placeholder]

@@ -23,7 +23,7 @@ from epd_common.bus import Bus, Registry
 from epd_common.health import ask_health
 from epd_common.ingest.data_uri import make_data_uri
 from epd_common.protocol.keys import digest, embedding_key
-from epd_common.store import open_redis
+from epd_common.store import Arena, open_redis
 from epd_encoder.service import EncoderService
 from epd_encoder.settings import EncoderSettings
 from epd_gateway.service import serve
@@ -149,8 +149,11 @@ class ServiceStack:
         worker = Worker(secrets.token_hex(4), None, folder)  # type: ignore[arg-type]
         built = PdSettings(**self._worker_settings(worker), **settings)
 
-        def make_engine(pins: Path) -> FakePdEngine:
-            worker.engines.append(FakePdEngine(self.model, self.fingerprint, pins))
+        def make_engine(arena: Arena) -> FakePdEngine:
+            encodes = built.ec_role == "ec_both" or built.local_encode == "always"
+            worker.engines.append(
+                FakePdEngine(self.model, self.fingerprint, arena, encodes=encodes)
+            )
             return worker.engines[-1]
 
         worker.process = self._run("pd", PdService(built, make_engine).run)

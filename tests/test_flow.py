@@ -398,7 +398,7 @@ async def test_a_handler_with_a_bug_fills_no_queue(
     async def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("epd_encoder.jobs.EncodeHandler.handle", broken)
+    monkeypatch.setattr("epd_common.encode.EncodeHandler.handle", broken)
     monkeypatch.setattr("epd_common.worker.UNEXPECTED_DELAY_S", 0.01)
     async with service_stack(nats_url, redis_url, tmp_path) as stack:
         await publish(stack, "encode", b"a job")

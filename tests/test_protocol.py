@@ -134,6 +134,7 @@ FULL: dict[type[Message], Message] = {
             model="m",
             fingerprint="f",
             modalities=["image"],
+            encodes="rescue",
             slots=8,
             busy=2,
             pid=99,

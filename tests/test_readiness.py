@@ -35,8 +35,10 @@ from epd_common.store import (
     open_redis,
 )
 from epd_pd.arrivals import Arrivals
+from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
 from epd_pd.readiness import Readiness
+from epd_pd.rescue import RescuePolicy
 from fake_engine import header, payload
 from service_stack import eventually
 
@@ -106,6 +108,8 @@ class House:
         self.counters: Counter[str] = Counter()
         self.store = RedisEmbeddingStore(redis, ttl_s=60)
         self.sizes = SizeTable(redis, self.fingerprint)
+        self.local: LocalEncode | None = None
+        self.encoders = True
         self.pins = Pins(arena, [self.store], fingerprint=self.fingerprint, counters=self.counters)
 
     @property
@@ -116,18 +120,42 @@ class House:
     def pinned(self) -> list[str]:
         return [path.name for path in self.arena.pins.iterdir()]
 
-    @contextlib.asynccontextmanager
-    async def wait(
-        self, *, recheck_s: float = NEVER_S, deadline_s: float = 0.0, items: int = 1
-    ) -> AsyncIterator[list[EmbeddingHeader]]:
-        readiness = Readiness(
+    def readiness(
+        self,
+        *,
+        recheck_s: float = NEVER_S,
+        patience_s: float = NEVER_S,
+        item_deadline_s: float = NEVER_S,
+    ) -> Readiness:
+        return Readiness(
             self.bus,
             self.orders,
             self.pins,
             self.sizes,
-            attempts=ATTEMPTS,
+            policy=RescuePolicy(
+                attempts=ATTEMPTS,
+                patience_s=patience_s,
+                deadline_s=item_deadline_s,
+                encodes_here=self.local is not None,
+            ),
+            local=self.local,
+            encoders_alive=lambda: self.encoders,
             recheck_s=recheck_s,
             counters=self.counters,
+        )
+
+    @contextlib.asynccontextmanager
+    async def wait(
+        self,
+        *,
+        recheck_s: float = NEVER_S,
+        deadline_s: float = 0.0,
+        patience_s: float = NEVER_S,
+        item_deadline_s: float = NEVER_S,
+        items: int = 1,
+    ) -> AsyncIterator[list[EmbeddingHeader]]:
+        readiness = self.readiness(
+            recheck_s=recheck_s, patience_s=patience_s, item_deadline_s=item_deadline_s
         )
         deadline = time.time() + deadline_s if deadline_s else 0.0
         context = OrderContext("m", self.fingerprint, "request-1", deadline=deadline)
@@ -452,15 +480,7 @@ async def test_failure_of_one_item_releases_the_others(house: House) -> None:
     bad = Item(media=Media(ref="f" * 64), key="f" * 64, digest="f" * 64)
     refused = EmbeddingEvent(key=bad.key, epoch=1 << 50, state="failed", status=400, reason="bad")
     await house.states.claim([bad.key])
-    readiness = Readiness(
-        house.bus,
-        house.orders,
-        house.pins,
-        house.sizes,
-        attempts=ATTEMPTS,
-        recheck_s=NEVER_S,
-        counters=house.counters,
-    )
+    readiness = house.readiness()
 
     async def refuse_when_pinned() -> None:
         await eventually(lambda: house.pinned == [house.key], "the good one is pinned")

@@ -21,7 +21,9 @@ class EngineInfo:
     """What a loaded engine is.
 
     ``fingerprint`` is part of every embedding key: two engines share embeddings exactly if they have the
-    same one. ``special_tokens`` are the tokenizer's reserved tokens as text.
+    same one. ``special_tokens`` are the tokenizer's reserved tokens as text. ``raw_modalities`` are those of
+    ``modalities`` for which a PD engine must be given the media beside the embedding. ``encodes`` says
+    whether it can turn media into embeddings.
     """
 
     model: str
@@ -29,6 +31,8 @@ class EngineInfo:
     modalities: tuple[str, ...]
     max_model_len: int
     special_tokens: tuple[str, ...]
+    raw_modalities: tuple[str, ...] = ()
+    encodes: bool = True
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -47,11 +51,14 @@ class StagedEmbedding:
 class Placeholder:
     """What a PD engine must know of an item before its embedding is there.
 
-    ``metadata`` sizes its place in the prompt, e.g. ``{"image_grid_thw": [1, 8, 8]}``.
+    ``metadata`` sizes its place in the prompt, e.g. ``{"image_grid_thw": [1, 8, 8]}``; for a raw modality
+    that is done by ``media``, the item's bytes, which the engine does not encode all the same.
     """
 
     key: str
+    modality: str
     metadata: dict[str, Any]
+    media: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +100,11 @@ class EncoderEngine(Protocol):
     async def stop(self) -> None: ...
 
 
-class PdEngine(Protocol):
-    """Answers OpenAI requests whose media are embeddings, pinned on this node now or while it prefills."""
+class PdEngine(EncoderEngine, Protocol):
+    """Answers OpenAI requests whose media are embeddings, pinned on this node now or while it prefills.
 
-    @property
-    def alive(self) -> bool:
-        """False once the engine cannot work any more."""
-
-    async def start(self, progress: Progress) -> EngineInfo: ...
+    It can encode, too, where its info says so.
+    """
 
     def answer(
         self, request_id: str, route: str, body: dict[str, Any], placeholders: list[Placeholder]
@@ -116,5 +120,3 @@ class PdEngine(Protocol):
 
     async def wake(self) -> None:
         """An embedding was pinned that a request inside the engine may wait for."""
-
-    async def stop(self) -> None: ...

@@ -34,6 +34,23 @@ class OrderContext:
     background: bool = False
 
 
+def encode_job(item: Item, epoch: int, context: OrderContext) -> EncodeJob:
+    """The job that encodes an item whose key was claimed with this epoch."""
+    return EncodeJob(
+        key=item.key,
+        epoch=epoch,
+        model=context.model,
+        fingerprint=context.fingerprint,
+        modality=item.modality,
+        media=item.media,
+        processor_args=item.processor_args,
+        scope=context.scope,
+        deadline=context.deadline,
+        request_id=context.request_id,
+        traceparent=context.traceparent,
+    )
+
+
 class Orders:
     """Publishes jobs. Embeddings are ordered once, whoever asks (single-flight by ``KeyStates``)."""
 
@@ -72,19 +89,7 @@ class Orders:
     async def _publish_encode(
         self, place: int, item: Item, claim: Claim, context: OrderContext
     ) -> None:
-        job = EncodeJob(
-            key=item.key,
-            epoch=claim.epoch,
-            model=context.model,
-            fingerprint=context.fingerprint,
-            modality=item.modality,
-            media=item.media,
-            processor_args=item.processor_args,
-            scope=context.scope,
-            deadline=context.deadline,
-            request_id=context.request_id,
-            traceparent=context.traceparent,
-        )
+        job = encode_job(item, claim.epoch, context)
         lane = BACKGROUND_LANE if context.background else encode_lane(place)
         try:
             await self._bus.store(

@@ -134,7 +134,7 @@ class Requester:
             raise BadRequestError("the field 'model' must name a model", param="model")
         ready = self._registry.ready("pd", model)
         if ready:
-            encoders = {record.fingerprint for record in self._registry.ready("encoder", model)}
+            encoders = {record.fingerprint for record in self._registry.encoding(model)}
             return next((record for record in ready if record.fingerprint in encoders), ready[0])
         workers = [view.record for view in self._registry.workers()]
         known = {record.model for record in workers if record.role != "gateway"}
@@ -149,12 +149,12 @@ class Requester:
         )
 
     def require_encoder(self, worker: WorkerRecord) -> None:
-        """Refuse a request with media that no encoder could take.
+        """Refuse a request with media that nobody could encode.
 
         Raises:
-            UnavailableError: no encoder of the worker's model and fingerprint is ready.
+            UnavailableError: nobody who encodes for the worker's model and fingerprint is ready.
         """
-        encoders = self._registry.ready("encoder", worker.model)
+        encoders = self._registry.encoding(worker.model)
         if not any(encoder.fingerprint == worker.fingerprint for encoder in encoders):
             raise UnavailableError(
                 f"no encoder of model {worker.model!r} with fingerprint "

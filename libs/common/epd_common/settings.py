@@ -95,6 +95,14 @@ class IngestSettings(CommonSettings):
         )
 
 
+class EncodeSettings(CommonSettings):
+    """For who takes encode jobs: encoders, and PD workers of role ``ec_both``."""
+
+    encoder_slots: int = Field(
+        16, ge=1, description="Encode jobs in work at once; the engine batches them in its steps."
+    )
+
+
 class WorkerSettings(CommonSettings):
     """What encoders and PD workers have in common."""
 

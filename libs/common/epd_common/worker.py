@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,12 +15,15 @@ from typing import Any, Literal, Protocol, Self
 
 from redis.asyncio import Redis
 
-from epd_common.bus import Bus, Delivery, JobPuller, announce, declare_streams
+from epd_common.bus import Bus, Delivery, JobPuller, announce, declare_consumers, declare_streams
 from epd_common.bus.micro import micro_service
-from epd_common.engines import EngineInfo, Progress
+from epd_common.encode import Encoding
+from epd_common.engines import EncoderEngine, EngineInfo, Progress
 from epd_common.errors import EpdError, UnavailableError, UpstreamError
 from epd_common.lifecycle import wait_any
-from epd_common.protocol import WorkerRecord, WorkerState
+from epd_common.protocol import Locator, WorkerRecord, WorkerState
+from epd_common.protocol.subjects import Stage
+from epd_common.protocol.workers import Encodes
 from epd_common.settings import WorkerSettings
 from epd_common.store import (
     Arena,
@@ -39,6 +42,10 @@ UNEXPECTED_DELAY_S = 1.0
 HEARTBEATS_MISSED = 3
 
 
+Handle = Callable[[Delivery], Awaitable[None]]
+"""Does one job and settles its delivery."""
+
+
 class Engine(Protocol):
     """The part of an engine that every worker handles alike."""
 
@@ -52,6 +59,9 @@ class Worker:
     """Keeps the process's record and micro service, and runs its jobs.
 
     Use as an async context manager; while it is open the worker is in the registry.
+
+    Args:
+        slots: Jobs of its role that it takes at once.
     """
 
     def __init__(
@@ -61,12 +71,13 @@ class Worker:
         self._settings = settings
         self._role = role
         self._slots = slots
+        self._encodes: Encodes = "no"
         self._state: WorkerState = "starting"
         self._phase = ""
         self._info: EngineInfo | None = None
         self._engine: Engine | None = None
         self._broken = asyncio.Event()
-        self._puller: JobPuller | None = None
+        self._pullers: list[JobPuller] = []
         self._stack = AsyncExitStack()
         self._beat_now: Callable[[], None] = lambda: None
         self.counters: Counter[str] = Counter()
@@ -91,8 +102,12 @@ class Worker:
     ) -> None:
         await self._stack.aclose()
 
-    async def load(self, engine: Engine) -> EngineInfo:
-        """Start the engine, showing its phases in the registry."""
+    async def load(self, engine: Engine, *, takes_encodes: bool) -> EngineInfo:
+        """Start the engine, showing its phases in the registry.
+
+        Args:
+            takes_encodes: It will take encode jobs.
+        """
         loop = asyncio.get_running_loop()
         started = time.monotonic()
 
@@ -104,29 +119,30 @@ class Worker:
 
         self._engine = engine
         self._info = await engine.start(progress)
+        if self._info.encodes:
+            self._encodes = "queue" if takes_encodes else "rescue"
         return self._info
 
-    async def work(
-        self,
-        puller: JobPuller,
-        handle: Callable[[Delivery], Awaitable[None]],
-        stop: asyncio.Event,
-    ) -> None:
+    async def work(self, queues: Sequence[tuple[JobPuller, Handle]], stop: asyncio.Event) -> None:
         """Take jobs until ``stop`` is set or the engine dies; then finish, or give back, what runs.
 
         Raises:
             UpstreamError: the engine died.
         """
-        self._puller = puller
+        self._pullers = [puller for puller, _ in queues]
         self._set_state("ready")
         broken = self._broken
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(self._watch_engine(), name="engine watch")
-            pull = group.create_task(self._pull(puller, handle), name="pull")
+            pulls = [
+                group.create_task(self._pull(puller, handle), name="pull")
+                for puller, handle in queues
+            ]
             await wait_any(stop, broken, self._bus.lost)
             self._set_state("failed" if broken.is_set() else "draining")
-            puller.stop()
-            await pull
+            for puller in self._pullers:
+                puller.stop()
+            await asyncio.wait(pulls)
             watch.cancel()
         if self._bus.lost.is_set():
             raise UnavailableError("the connection to NATS is lost for good; the process ends")
@@ -135,7 +151,7 @@ class Worker:
                 f"the {self._role}'s engine died; the process ends", stage=self._role
             )
 
-    async def _pull(self, puller: JobPuller, handle: Callable[[Delivery], Awaitable[None]]) -> None:
+    async def _pull(self, puller: JobPuller, handle: Handle) -> None:
         """Run every job that comes in a task of its own; at the end they have ``drain_s`` to finish."""
         loop = asyncio.get_running_loop()
         try:
@@ -149,9 +165,7 @@ class Worker:
         except TimeoutError:
             logger.warning("jobs that did not finish within EPD_DRAIN_S were given back")
 
-    async def _run(
-        self, puller: JobPuller, handle: Callable[[Delivery], Awaitable[None]], delivery: Delivery
-    ) -> None:
+    async def _run(self, puller: JobPuller, handle: Handle, delivery: Delivery) -> None:
         """One job's boundary: whatever it raises ends here, with its delivery settled."""
         try:
             await handle(delivery)
@@ -195,6 +209,10 @@ class Worker:
         logger.info("%s is %s", self._role, state)
         self._beat_now()
 
+    @property
+    def _busy(self) -> int:
+        return sum(puller.busy for puller in self._pullers)
+
     def _record(self, beat: int) -> WorkerRecord:
         info = self._info
         return WorkerRecord(
@@ -208,7 +226,8 @@ class Worker:
             fingerprint=info.fingerprint if info else "",
             modalities=list(info.modalities) if info else [],
             slots=self._slots,
-            busy=self._puller.busy if self._puller else 0,
+            busy=self._busy,
+            encodes=self._encodes,
             pid=os.getpid(),
             phase=self._phase,
             max_model_len=info.max_model_len if info else 0,
@@ -222,7 +241,7 @@ class Worker:
             "ok": self._state == "ready",
             "state": self._state,
             "phase": self._phase,
-            "busy": self._puller.busy if self._puller else 0,
+            "busy": self._busy,
             "slots": self._slots,
             "counters": dict(self.counters),
         }
@@ -232,6 +251,7 @@ class Worker:
 class Connections:
     """What a worker process works with, open as long as its stack is."""
 
+    settings: WorkerSettings
     bus: Bus
     redis: Redis
     arena: Arena
@@ -239,6 +259,36 @@ class Connections:
     states: KeyStates
     media: MediaStore
     remote: list[EmbeddingStore]
+
+    def encoding(self, engine: EncoderEngine, info: EngineInfo) -> Encoding:
+        """Makes embeddings with this worker's engine."""
+        return Encoding(
+            bus=self.bus,
+            engine=engine,
+            info=info,
+            arena=self.arena,
+            remote=self.remote,
+            locators=[
+                Locator(store=name, node=self.settings.node if name == "arena" else "")
+                for name in self.settings.stores
+            ],
+            media=self.media,
+            states=self.states,
+            worker=self.settings.worker_id,
+            counters=self.worker.counters,
+        )
+
+    async def pull(self, stack: AsyncExitStack, stage: Stage, *, slots: int) -> JobPuller:
+        """A puller of the model's queue, open as long as the stack is."""
+        return await stack.enter_async_context(
+            JobPuller(
+                self.bus,
+                stage,
+                consumers=await declare_consumers(self.bus, stage, self.settings.model_name),
+                slots=slots,
+                worker=self.settings.worker_id,
+            )
+        )
 
 
 async def connect(
@@ -262,6 +312,7 @@ async def connect(
     if "redis" in settings.stores:
         remote.append(RedisEmbeddingStore(redis, ttl_s=settings.embedding_ttl_s))
     return Connections(
+        settings=settings,
         bus=bus,
         redis=redis,
         arena=arena,

@@ -4,7 +4,10 @@ A producer's worker writes each embedding into its service's staging folder; the
 publishes it. A consumer's scheduler finds an embedding by its pin, a file that the service puts there as soon
 as the embedding is on the node, and its worker maps that file. Nothing here does network I/O or waits.
 
-Configured by ``ec_connector_extra_config``: ``staging`` (producer) or ``pins`` (consumer), folders both.
+As ``ec_both`` it is a producer to requests that bring media, and a consumer to those that name keys in
+``ec_transfer_params``.
+
+Configured by ``ec_connector_extra_config``: ``staging`` (producer) and ``pins`` (consumer), folders both.
 Which items of a request may be scheduled is for the ``Gate`` to say.
 """
 
@@ -30,7 +33,7 @@ from epd_vllm.gate import Gate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.request import Request
 
 
@@ -79,6 +82,7 @@ class EpdConnector(ECConnectorBase):
             step.saves = [
                 feature.identifier
                 for request in scheduler_output.scheduled_new_reqs
+                if not _consumes(request)
                 for feature in request.mm_features
             ]
         self._loads.clear()
@@ -88,7 +92,7 @@ class EpdConnector(ECConnectorBase):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """A producer reports identifier and grid of each encoded item with the answer."""
         self.gate.forget(request.request_id)
-        if not self.is_producer:
+        if not self.is_producer or request.ec_transfer_params:
             return False, None
         return False, collect_ec_item_metadata(request.mm_features, self._resolver) or None
 
@@ -101,6 +105,10 @@ class EpdConnector(ECConnectorBase):
             if identifier not in encoder_cache:
                 tensor = map_tensor(self.gate.path(identifier))
                 encoder_cache[identifier] = tensor.to(_device())
+                if (
+                    identifier in step.saves
+                ):  # to be encoded for others, and pinned here for a request
+                    self._save(identifier, tensor)
 
     def start_save_caches(self, **kwargs: Any) -> None:
         step = self._get_connector_metadata()
@@ -119,6 +127,12 @@ class EpdConnector(ECConnectorBase):
     def _save(self, identifier: str, tensor: torch.Tensor) -> None:
         if not (self._staging / identifier).exists():
             write_staged(self._staging, identifier, tensor)
+
+
+def _consumes(request: NewRequestData) -> bool:
+    """Whether a request waits for embeddings from elsewhere, rather than to be encoded."""
+    arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
+    return bool(arguments.get("ec_transfer_params"))
 
 
 def _device() -> torch.device:

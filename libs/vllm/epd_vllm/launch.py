@@ -11,6 +11,7 @@ from epd_common.engines import Progress
 from epd_common.errors import EpdError
 from epd_common.tasks import end
 from epd_vllm import compat
+from epd_vllm.modalities import Modalities, modalities_of, model_config
 from epd_vllm.openai_app import parse_arguments
 
 if TYPE_CHECKING:
@@ -52,6 +53,21 @@ def engine_arguments(*, role: dict[str, str | None], extra: str) -> list[str]:
     return arguments + words
 
 
+async def inspect(arguments: list[str]) -> Modalities:
+    """What the model of these arguments takes, before an engine is loaded.
+
+    Raises:
+        EngineStartError: with vLLM's own reason.
+    """
+    compat.prepare_environment()
+    try:
+        return await asyncio.to_thread(
+            lambda: modalities_of(model_config(parse_arguments(arguments)))
+        )
+    except (Exception, SystemExit) as error:
+        raise _not_started(arguments, error) from error
+
+
 async def launch(arguments: list[str], progress: Progress) -> tuple[AsyncLLM, Namespace]:
     """Load an engine.
 
@@ -77,10 +93,14 @@ async def launch(arguments: list[str], progress: Progress) -> tuple[AsyncLLM, Na
         # In a thread: it takes a minute, and heartbeats must go on.
         return await asyncio.to_thread(load)
     except (Exception, SystemExit) as error:
-        raise EngineStartError(
-            f"vLLM did not start ({type(error).__name__}: {error}); its own log above says more. "
-            f"Arguments: {shlex.join(arguments)}"
-        ) from error
+        raise _not_started(arguments, error) from error
+
+
+def _not_started(arguments: list[str], error: BaseException) -> EngineStartError:
+    return EngineStartError(
+        f"vLLM did not start ({type(error).__name__}: {error}); its own log above says more. "
+        f"Arguments: {shlex.join(arguments)}"
+    )
 
 
 async def shut_down(engine: AsyncLLM) -> None:

@@ -11,6 +11,7 @@ from epd_common.engines import EngineInfo
 from epd_common.errors import EpdError
 from epd_vllm.compat import vllm_version
 from epd_vllm.fingerprint import model_fingerprint
+from epd_vllm.modalities import Modalities
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -50,7 +51,15 @@ def needs_vision_tower(folder: Path) -> bool:
     return bool(config.get("vision_config", {}).get("deepstack_visual_indexes"))
 
 
-def describe(engine: AsyncLLM, *, model: str, served: str, revision: str) -> EngineInfo:
+def describe(
+    engine: AsyncLLM,
+    *,
+    model: str,
+    served: str,
+    revision: str,
+    modalities: Modalities,
+    encodes: bool,
+) -> EngineInfo:
     """What the loaded engine is, for the registry and for keys."""
     config = engine.model_config
     folder = model_folder(model)
@@ -61,9 +70,11 @@ def describe(engine: AsyncLLM, *, model: str, served: str, revision: str) -> Eng
         fingerprint=model_fingerprint(
             folder, revision=revision, dtype=dtype, width=_embedding_width(config.hf_config)
         ),
-        modalities=("image",),
+        modalities=modalities.all,
+        raw_modalities=modalities.raw,
         max_model_len=config.max_model_len,
         special_tokens=tuple(_special_tokens(engine.get_tokenizer())),
+        encodes=encodes,
         versions={
             "vllm": version + ("+cpu" if is_cpu else ""),
             "torch": importlib.metadata.version("torch"),
@@ -73,8 +84,16 @@ def describe(engine: AsyncLLM, *, model: str, served: str, revision: str) -> Eng
 
 
 def _embedding_width(config: Any) -> int:
-    vision = config.vision_config
-    width = getattr(vision, "out_hidden_size", 0) or vision.hidden_size
+    """Values in one row of an embedding.
+
+    Qwen's towers say what they put out (Qwen2-VL's as ``hidden_size``), with a slice for each layer that
+    DeepStack taps; other models project into the language model's width.
+    """
+    vision = getattr(config, "vision_config", None)
+    width = getattr(vision, "out_hidden_size", 0)
+    if not width and config.model_type == "qwen2_vl":
+        width = vision.hidden_size if vision is not None else 0
+    width = width or config.get_text_config().hidden_size
     return int(width) * (1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()))
 
 

@@ -1,19 +1,34 @@
-"""The PD engine: vLLM as ``ec_consumer``, answering through its own OpenAI application in-process."""
+"""The PD engine: vLLM as ``ec_consumer``, answering through its own OpenAI application in-process.
+
+As ``ec_both`` it has the model's towers as well and can encode items.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 from collections.abc import AsyncGenerator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy
 
-from epd_common.engines import AnswerHead, EngineInfo, Placeholder, Progress
+from epd_common.engines import (
+    AnswerHead,
+    EngineInfo,
+    OnSized,
+    Placeholder,
+    Progress,
+    StagedEmbedding,
+)
+from epd_common.ingest.data_uri import make_data_uri
+from epd_common.store import Arena
 from epd_vllm.compat import vllm_version
 from epd_vllm.gate import managed_params
-from epd_vllm.launch import engine_arguments, launch, shut_down
+from epd_vllm.item_encoder import ItemEncoder
+from epd_vllm.launch import engine_arguments, inspect, launch, shut_down
 from epd_vllm.model import describe, model_folder, needs_vision_tower
 from epd_vllm.openai_app import OpenAIApp
 
@@ -28,10 +43,12 @@ _NOBODY = "epd-wake"
 
 
 class VllmPdEngine:
-    """Runs prefill and decode of a model; it never sees pixels.
+    """Runs prefill and decode of a model; media reach its towers only by :meth:`encode`.
 
     Args:
-        pins: The arena's pin folder of this worker.
+        arena: Gives the folders of this worker.
+        max_items: Items of one request, at most.
+        encode: Whether it shall encode items: ``loaded`` if the model keeps its tower in any case.
         sleep_when_stalled: Let the engine's process sleep while all its requests wait for embeddings.
         extra_arguments: More engine arguments, as typed in a shell.
     """
@@ -42,23 +59,26 @@ class VllmPdEngine:
         model: str,
         served: str,
         revision: str,
-        pins: Path,
+        arena: Arena,
         max_batch: int,
         max_items: int,
+        encode: Literal["never", "loaded", "always"] = "never",
         sleep_when_stalled: bool = True,
         extra_arguments: str = "",
     ) -> None:
         self._model = model
         self._served = served
         self._revision = revision
-        self._pins = pins
+        self._arena = arena
         self._max_batch = max_batch
         self._max_items = max_items
+        self._encode = encode
         self._sleep_when_stalled = sleep_when_stalled
         self._extra = extra_arguments
         self._engine: AsyncLLM | None = None
         self._fingerprint = ""
         self._app: OpenAIApp | None = None
+        self._encoder: ItemEncoder | None = None
 
     @property
     def alive(self) -> bool:
@@ -66,23 +86,35 @@ class VllmPdEngine:
 
     async def start(self, progress: Progress) -> EngineInfo:
         folder = await asyncio.to_thread(model_folder, self._model)
-        # No tower is loaded where the model can do without, and then no picture can reach it either.
-        images = self._max_items if needs_vision_tower(folder) else 0
-        role = {
+        role: dict[str, str | None] = {
             "--model": self._model,
             "--served-model-name": self._served,
+        }
+        if self._revision:
+            role["--revision"] = self._revision
+        progress("importing vLLM")
+        modalities = await inspect(engine_arguments(role=role, extra=self._extra))
+        tower = self._encode == "always" or needs_vision_tower(folder)
+        encodes = tower and self._encode != "never"
+        # Towers are not loaded where the model can do without, and then no media can reach them either.
+        limits = dict.fromkeys(modalities.by_metadata, self._max_items if tower else 0)
+        limits |= dict.fromkeys(modalities.raw, self._max_items)
+        role |= {
             "--max-num-seqs": str(self._max_batch),
             "--disable-log-stats": None,
             "--disable-uvicorn-access-log": None,
             "--enable-mm-embeds": None,
-            "--limit-mm-per-prompt": json.dumps({"image": images, "video": 0}),
+            "--limit-mm-per-prompt": json.dumps(limits),
+            # The processor's own cache takes an item that it knows for one whose pixels are not needed.
+            "--mm-processor-cache-gb": "0",
             "--ec-transfer-config": json.dumps(
                 {
                     "ec_connector": "EpdConnector",
                     "ec_connector_module_path": "epd_vllm.connector",
-                    "ec_role": "ec_consumer",
+                    "ec_role": "ec_both" if encodes else "ec_consumer",
                     "ec_connector_extra_config": {
-                        "pins": str(self._pins),
+                        "pins": str(self._arena.pins),
+                        "staging": str(self._arena.staging),
                         "sleep_when_stalled": self._sleep_when_stalled,
                     },
                 }
@@ -90,18 +122,41 @@ class VllmPdEngine:
             "--ec-manager-config": json.dumps({"encoder_cache_manager_cls": CACHE_MANAGER}),
             "--scheduler-cls": SCHEDULER if vllm_version()[1] else ASYNC_SCHEDULER,
         }
-        if self._revision:
-            role["--revision"] = self._revision
         self._engine, parsed = await launch(
             engine_arguments(role=role, extra=self._extra), progress
         )
         self._app = await OpenAIApp.build(self._engine, parsed)
         info = describe(
-            self._engine, model=self._model, served=self._served, revision=self._revision
+            self._engine,
+            model=self._model,
+            served=self._served,
+            revision=self._revision,
+            modalities=modalities,
+            encodes=encodes,
         )
         self._fingerprint = info.fingerprint
+        if encodes:
+            self._encoder = await asyncio.to_thread(
+                ItemEncoder,
+                self._engine,
+                fingerprint=info.fingerprint,
+                staging=self._arena.staging,
+                modalities=modalities.all,
+            )
         progress("ready")
         return info
+
+    async def encode(
+        self,
+        key: str,
+        data: bytes,
+        modality: str,
+        processor_args: dict[str, Any],
+        on_sized: OnSized,
+    ) -> StagedEmbedding:
+        if self._encoder is None:
+            raise RuntimeError("the engine was not started, or without its towers")
+        return await self._encoder.encode(key, data, modality, processor_args, on_sized)
 
     async def answer(
         self, request_id: str, route: str, body: dict[str, Any], placeholders: list[Placeholder]
@@ -136,12 +191,13 @@ class VllmPdEngine:
         await shut_down(self._engine)
         self._engine = None
         self._app = None
+        self._encoder = None
 
 
 def put_placeholders(
     body: dict[str, Any], placeholders: list[Placeholder], fingerprint: str
 ) -> None:
-    """Replace each media reference by metadata alone, and name the keys that the gate waits for."""
+    """Put in place of each media reference what vLLM needs, and name the keys that the gate waits for."""
     if not placeholders:
         return
     for message in body["messages"]:
@@ -150,11 +206,26 @@ def put_placeholders(
             continue
         for place, part in enumerate(content):
             if isinstance(part, dict) and part.get("type") == "media_ref":
-                item = placeholders[part["item"]]
-                content[place] = {
-                    "type": "image_embeds",
-                    "image_embeds": item.metadata,
-                    "uuid": item.key,
-                }
+                content[place] = _part(placeholders[part["item"]])
     keys = [item.key for item in placeholders]
     body["ec_transfer_params"] = managed_params(keys, fingerprint)
+
+
+def _part(item: Placeholder) -> dict[str, Any]:
+    """A content part that vLLM takes for an item whose embedding will come from elsewhere."""
+    if item.media is not None:
+        kind = f"{item.modality}_url"
+        return {"type": kind, kind: {"url": make_data_uri(item.media)}, "uuid": item.key}
+    kind = f"{item.modality}_embeds"
+    # vLLM takes lists for the fields that it asks for itself, and all others as encoded arrays.
+    fields = {
+        name: value if isinstance(value, list) else _array(value)
+        for name, value in item.metadata.items()
+    }
+    return {"type": kind, kind: fields, "uuid": item.key}
+
+
+def _array(number: float) -> str:
+    buffer = io.BytesIO()
+    numpy.save(buffer, numpy.array([number], numpy.float32))
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from epd_common.bus import JobPuller, declare_consumers
+from epd_common.encode import EncodeHandler
 from epd_common.engines import EncoderEngine
-from epd_common.protocol import Locator
 from epd_common.worker import connect
-from epd_encoder.jobs import EncodeHandler
 from epd_encoder.settings import EncoderSettings
-
-logger = logging.getLogger(__name__)
 
 
 class EncoderService:
@@ -37,29 +32,7 @@ class EncoderService:
             parts = await connect(stack, settings, role="encoder", slots=settings.encoder_slots)
             engine = self._make_engine(parts.arena.staging)
             stack.push_async_callback(engine.stop)
-            info = await parts.worker.load(engine)
-            handler = EncodeHandler(
-                bus=parts.bus,
-                engine=engine,
-                info=info,
-                arena=parts.arena,
-                remote=parts.remote,
-                locators=[
-                    Locator(store=name, node=settings.node if name == "arena" else "")
-                    for name in settings.stores
-                ],
-                media=parts.media,
-                states=parts.states,
-                worker=settings.worker_id,
-                counters=parts.worker.counters,
-            )
-            consumers = await declare_consumers(parts.bus, "encode", settings.model_name)
-            puller = JobPuller(
-                parts.bus,
-                "encode",
-                consumers=consumers,
-                slots=settings.encoder_slots,
-                worker=settings.worker_id,
-            )
-            await stack.enter_async_context(puller)
-            await parts.worker.work(puller, handler.handle, stop)
+            info = await parts.worker.load(engine, takes_encodes=True)
+            handler = EncodeHandler(parts.encoding(engine, info), parts.worker.counters)
+            puller = await parts.pull(stack, "encode", slots=settings.encoder_slots)
+            await parts.worker.work([(puller, handler.handle)], stop)

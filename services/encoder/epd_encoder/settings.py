@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from epd_common.settings import WorkerSettings
+from epd_common.settings import EncodeSettings, WorkerSettings
 
 
-class EncoderSettings(WorkerSettings):
+class EncoderSettings(WorkerSettings, EncodeSettings):
     """Environment of ``epd-encoder``."""
-
-    encoder_slots: int = Field(
-        16, ge=1, description="Encode jobs in work at once; the engine batches them in its steps."
-    )

@@ -73,7 +73,7 @@ class Edge:
             return "Redis does not answer"
         for model in self.registry.models():
             prints = {record.fingerprint for record in self.registry.ready("pd", model)}
-            if any(e.fingerprint in prints for e in self.registry.ready("encoder", model)):
+            if any(e.fingerprint in prints for e in self.registry.encoding(model)):
                 return None
         return "no model has both a PD worker and an encoder that are ready"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
 
 from epd_common.health import main_healthcheck
 from epd_common.lifecycle import run_service
+from epd_common.store import Arena
 from epd_pd.service import PdService
 from epd_pd.settings import PdSettings
 
@@ -16,12 +16,13 @@ async def serve(settings: PdSettings, stop: asyncio.Event) -> None:
     # Imported here, so that a mistake in the settings is told before vLLM's packages are loaded.
     from epd_vllm.pd_engine import VllmPdEngine
 
-    def make_engine(pins: Path) -> VllmPdEngine:
+    def make_engine(arena: Arena) -> VllmPdEngine:
         return VllmPdEngine(
             model=settings.model,
             served=settings.model_name,
             revision=settings.revision,
-            pins=pins,
+            arena=arena,
+            encode="always" if settings.ec_role == "ec_both" else settings.local_encode,
             max_batch=settings.max_num_seqs,
             max_items=settings.max_items,
             sleep_when_stalled=settings.sleep_when_stalled,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from epd_common.changes import Changes
@@ -16,13 +16,22 @@ class ForecastError(Exception):
 
 
 class Arrivals:
-    """The items of one request, on their way."""
+    """The items of one request, on their way.
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    Args:
+        media: By key, the bytes of those items whose room in the prompt only vLLM can tell, from the media.
+    """
+
+    def __init__(self, items: Sequence[Item], media: Mapping[str, bytes] | None = None) -> None:
         self.items = list(items)
+        self._media = media or {}
         self.changes = Changes()
         self.failure: BaseException | None = None
-        self._metadata: list[dict[str, Any] | None] = [None] * len(items)
+        self.reasons: dict[str, str] = {}
+        """Why an item is not here yet, by key."""
+        self._metadata: list[dict[str, Any] | None] = [
+            {} if item.key in self._media else None for item in items
+        ]
         self._headers: list[EmbeddingHeader | None] = [None] * len(items)
         self._used: list[dict[str, Any]] | None = None
 
@@ -59,7 +68,7 @@ class Arrivals:
         known = [metadata for metadata in self._metadata if metadata is not None]
         self._used = list(known)
         return [
-            Placeholder(item.key, metadata)
+            Placeholder(item.key, item.modality, metadata, self._media.get(item.key))
             for item, metadata in zip(self.items, known, strict=True)
         ]
 

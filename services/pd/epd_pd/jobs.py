@@ -8,6 +8,7 @@ import copy
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from epd_common.errors import (
 from epd_common.ingest import Ingest
 from epd_common.ingest.body import parse_body
 from epd_common.orders import OrderContext
-from epd_common.protocol import GenerateJob, ProtocolError, decode
+from epd_common.protocol import GenerateJob, Item, ProtocolError, decode
 from epd_common.store import MediaStore
 from epd_common.tasks import end
 from epd_pd.admission import Admission, text_before_first_item
@@ -185,7 +186,8 @@ class GenerateHandler:
             deadline=job.deadline,
             traceparent=job.traceparent,
         )
-        async with self._readiness.arriving(prepared.items, context) as arrivals:
+        media = await self._raw_media(prepared.items)
+        async with self._readiness.arriving(prepared.items, context, media) as arrivals:
             try:
                 async with asyncio.timeout(job.deadline - time.time()):
                     await self._generate(job, prepared.body, arrivals, writer)
@@ -247,6 +249,31 @@ class GenerateHandler:
             raise UpstreamError("the engine died while it answered", stage="generate")
         await writer.end()
 
+    async def _raw_media(self, items: Sequence[Item]) -> dict[str, bytes]:
+        """The bytes of those items that vLLM wants to see itself, to know how much room they take."""
+        media = {}
+        for item in items:
+            if item.modality not in self._info.raw_modalities:
+                continue
+            if item.processor_args:
+                # vLLM would then give the item another name than the one its embedding comes under.
+                raise BadRequestError(
+                    f"mm_processor_kwargs cannot be set for {item.modality} input of this model",
+                    code="unsupported_parameter",
+                    param="mm_processor_kwargs",
+                    stage="generate",
+                )
+            data = item.media.inline or await self._media.get(item.media.ref or "")
+            if data is None:
+                raise BadRequestError(
+                    f"the media of item {item.key} are no longer in the media store; send them again",
+                    code="media_gone",
+                    stage="generate",
+                    key=item.key,
+                )
+            media[item.key] = data
+        return media
+
     async def _body(self, job: GenerateJob) -> dict[str, Any]:
         raw = job.body
         if job.body_ref:
@@ -266,8 +293,11 @@ class GenerateHandler:
 def _late(arrivals: Arrivals) -> DeadlineError:
     """The deadline's error, with the stage that was waited for."""
     if (key := arrivals.first_missing) is not None:
+        reason = arrivals.reasons.get(key, "its state could not be read")
         return DeadlineError(
-            f"the deadline passed while item {key} was being encoded", stage="encode", key=key
+            f"the deadline passed while item {key} was being encoded: {reason}",
+            stage="encode",
+            key=key,
         )
     return DeadlineError(
         "the deadline passed while the answer was being generated", stage="generate"

@@ -1,7 +1,7 @@
 """Waiting for embeddings: subscribe, then check, then wait (invariant I1).
 
-A slow re-check stands behind the events as a belt. An item that fails or is lost on the way is ordered
-again, a bounded number of times, before its request ends with an error that names it.
+A slow re-check stands behind the events as a belt. What is done about an item that fails, is lost on the way
+or does not come is the ``RescuePolicy``'s to say.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import nats.errors
 from nats.aio.msg import Msg
 
 from epd_common.bus import Bus
-from epd_common.errors import DeadlineError, EpdError, UpstreamError, from_status
-from epd_common.orders import OrderContext, Orders
+from epd_common.errors import EpdError
+from epd_common.orders import OrderContext, Orders, encode_job
 from epd_common.protocol import EmbeddingEvent, Item, ProtocolError, decode, subjects
 from epd_common.store import Claim, EmbeddingHeader, SizeTable
-from epd_common.store.states import OTHERS_MAY_SUCCEED
 from epd_common.tasks import end
 from epd_pd.arrivals import Arrivals
+from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
+from epd_pd.rescue import RescuePolicy, Step
+from epd_pd.waiting import Wait
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,11 @@ class Readiness:
 
     Args:
         sizes: Forecasts metadata, and learns from what comes.
-        attempts: Times an item is ordered in all on behalf of one request.
+        policy: What is done about items that do not come.
+        local: Encodes here; None where this worker's engine cannot.
+        encoders_alive: Whether anybody takes encode jobs of this model.
         recheck_s: Seconds between looks at the state while no event comes.
+        counters: ``redelivered``, ``lost``, ``reordered``, ``encoded_here``, ``gave_up``.
     """
 
     def __init__(
@@ -48,7 +53,9 @@ class Readiness:
         pins: Pins,
         sizes: SizeTable,
         *,
-        attempts: int,
+        policy: RescuePolicy,
+        local: LocalEncode | None,
+        encoders_alive: Callable[[], bool],
         recheck_s: float,
         counters: Counter[str],
     ) -> None:
@@ -56,19 +63,25 @@ class Readiness:
         self._orders = orders
         self._pins = pins
         self._sizes = sizes
-        self._attempts = attempts
+        self._policy = policy
+        self._local = local
+        self._encoders_alive = encoders_alive
         self._recheck_s = recheck_s
         self._counters = counters
 
     @contextlib.asynccontextmanager
     async def arriving(
-        self, items: Sequence[Item], context: OrderContext
+        self,
+        items: Sequence[Item],
+        context: OrderContext,
+        media: Mapping[str, bytes] | None = None,
     ) -> AsyncIterator[Arrivals]:
         """The items on their way; each is pinned from its arrival until the context is left.
 
-        What goes wrong with an item is the arrivals' ``failure``: an ``EpdError`` that names stage and key.
+        ``media`` are the bytes of items of a raw modality, by key. What goes wrong with an item is the
+        arrivals' ``failure``: an ``EpdError`` that names stage and key.
         """
-        arrivals = Arrivals(items)
+        arrivals = Arrivals(items, media)
         taken: list[str] = []
         waits = [
             asyncio.ensure_future(self._follow(index, arrivals, context, taken))
@@ -91,7 +104,9 @@ class Readiness:
         """Wait for one item; its arrival or failure is noted in ``arrivals``."""
         item = arrivals.items[index]
         try:
-            header = await self._one(item, index, arrivals, context, taken)
+            async with self._events(item.key) as events:
+                wait = Wait(item, context, events)
+                header = await self._until_pinned(wait, index, arrivals, taken)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the request's task raises it
@@ -105,77 +120,92 @@ class Readiness:
         except EpdError as error:
             logger.warning("size not noted: %s", error, extra={"key": item.key})
 
-    async def _one(
-        self,
-        item: Item,
-        index: int,
-        arrivals: Arrivals,
-        context: OrderContext,
-        taken: list[str],
+    async def _until_pinned(
+        self, wait: Wait, index: int, arrivals: Arrivals, taken: list[str]
     ) -> EmbeddingHeader:
-        """Wait until one item is pinned, and note that in ``taken``."""
-        async with self._events(item.key) as events:
-            claim = await self._claim(item, context, useless=0)
-            orders = 1
-            while True:
-                failure: EmbeddingEvent | None = None
-                if claim.state == "ready":
-                    if (
-                        claim.event is not None
-                    ):  # before the pin can be seen, which must fit the prompt
-                        arrivals.forecast(index, claim.event.metadata)
-                    header = await self._pins.take(item.key)
-                    if header is not None:
-                        taken.append(item.key)
-                        return header
-                    self._counters["lost"] += 1
-                elif claim.state == "failed":
-                    failure = claim.event
-                else:
-                    if claim.event is not None:
-                        arrivals.forecast(index, claim.event.metadata)
-                    event = await self._next(events, item.key, context.deadline)
-                    if event is None or event.epoch < claim.epoch:
-                        claim = await self._claim(item, context, useless=0)
-                    elif event.state == "sized":
-                        claim = Claim("pending", event.epoch, event)
-                    else:
-                        ready = event.state == "ready"
-                        claim = Claim("ready" if ready else "failed", event.epoch, event)
-                    continue
-                if (failure is not None and _is_final(failure)) or orders >= self._attempts:
-                    raise _gave_up(item.key, failure, orders)
-                await asyncio.sleep(BACKOFF_S * (orders - 1))
-                orders += 1
-                self._counters["reordered"] += 1
-                logger.warning(
-                    "embedding %s; ordered again",
-                    f"failed: {failure.reason}" if failure else "is in no store",
-                    extra={"key": item.key, "request_id": context.request_id, "orders": orders},
-                )
-                claim = await self._claim(item, context, useless=claim.epoch)
+        """Wait until one item is pinned, which is noted in ``taken``; meanwhile do what the policy says."""
+        key = wait.item.key
+        wait.look(await self._claim(wait, useless=0))
+        while True:
+            if wait.claim.event is not None and wait.claim.state != "failed":
+                # Before the pin can be seen, which must fit the prompt.
+                arrivals.forecast(index, wait.claim.event.metadata)
+            if wait.claim.state == "ready":
+                header = await self._pins.take(key)
+                if header is not None:
+                    taken.append(key)
+                    self._note_redelivery(wait)
+                    return header
+                self._counters["lost"] += 1
+            situation = wait.situation(self._encoders_alive())
+            arrivals.reasons[key] = wait.reason(situation)
+            match self._policy.next(situation):
+                case Step.WAIT:
+                    wait.look(await self._next(wait, self._policy.look_again_s(situation)))
+                case Step.ORDER:
+                    wait.look(await self._order_again(wait))
+                case Step.ENCODE_HERE:
+                    wait.look(await self._encode_here(wait, arrivals.reasons[key]))
+                case Step.GIVE_UP:
+                    self._counters["gave_up"] += 1
+                    raise wait.gave_up(situation)
 
-    async def _claim(self, item: Item, context: OrderContext, *, useless: int) -> Claim:
+    async def _claim(self, wait: Wait, *, useless: int) -> Claim:
         """Look the state up, and order the encode if nobody has or makes the embedding."""
+        item = wait.item
         (claim,) = await self._orders.claim([item], useless={item.key: useless})
         if claim.state == "claimed":
-            await self._orders.publish_encodes([item], [claim], context)
+            await self._orders.publish_encodes([item], [claim], wait.context)
         return claim
 
-    async def _next(
-        self, events: asyncio.Queue[EmbeddingEvent], key: str, deadline: float
-    ) -> EmbeddingEvent | None:
-        """The next event; None when it is time to look at the state."""
-        left = deadline - time.time() if deadline else self._recheck_s
-        if left <= 0:
-            raise DeadlineError(
-                f"the deadline passed while item {key} was being encoded", stage="encode", key=key
-            )
+    async def _order_again(self, wait: Wait) -> Claim:
+        await asyncio.sleep(BACKOFF_S * (wait.orders - 1))
+        wait.orders += 1
+        self._counters["reordered"] += 1
+        logger.warning(
+            "embedding %s; ordered again",
+            wait.trouble,
+            extra=wait.fields() | {"orders": wait.orders},
+        )
+        return await self._claim(wait, useless=wait.claim.epoch)
+
+    async def _encode_here(self, wait: Wait, reason: str) -> Claim:
+        """Take the item over from whoever was to encode it."""
+        assert self._local is not None
+        key = wait.item.key
+        (claim,) = await self._orders.claim([wait.item], useless={key: wait.claim.epoch})
+        if claim.state != "claimed":
+            return claim  # another has taken it over
+        wait.tried_here = True
+        self._counters["encoded_here"] += 1
+        logger.warning("encoding an item here: %s", reason, extra=wait.fields())
+        event = await self._local.encode(encode_job(wait.item, claim.epoch, wait.context))
+        if event is None:
+            return await self._claim(wait, useless=0)
+        return Claim("ready" if event.state == "ready" else "failed", event.epoch, event)
+
+    async def _next(self, wait: Wait, at_most_s: float) -> Claim:
+        """The state after the next event, or after a look when none came for a while."""
+        within_s = min(self._recheck_s, max(at_most_s, 0.001))
+        if wait.context.deadline:
+            left_s = wait.context.deadline - time.time()
+            if left_s <= 0:
+                raise wait.late()
+            within_s = min(within_s, left_s)
         try:
-            async with asyncio.timeout(min(left, self._recheck_s)):
-                return await events.get()
+            async with asyncio.timeout(within_s):
+                event = await wait.events.get()
         except TimeoutError:
-            return None
+            return await self._claim(wait, useless=0)
+        if event.epoch < wait.claim.epoch:
+            return await self._claim(wait, useless=0)
+        return Claim("pending" if event.state == "sized" else event.state, event.epoch, event)
+
+    def _note_redelivery(self, wait: Wait) -> None:
+        event = wait.claim.event
+        if event is not None and event.attempt > 1:
+            self._counters["redelivered"] += 1
+            logger.info("item was encoded at attempt %d", event.attempt, extra=wait.fields())
 
     @contextlib.asynccontextmanager
     async def _events(self, key: str) -> AsyncIterator[asyncio.Queue[EmbeddingEvent]]:
@@ -198,22 +228,3 @@ class Readiness:
         finally:
             with contextlib.suppress(nats.errors.Error):
                 await subscription.unsubscribe()
-
-
-def _is_final(failure: EmbeddingEvent) -> bool:
-    """Whether these bytes can never be encoded. Another's job may have lacked them: ours has them."""
-    return failure.status < 500 and failure.code not in OTHERS_MAY_SUCCEED
-
-
-def _gave_up(key: str, failure: EmbeddingEvent | None, orders: int) -> Exception:
-    if failure is not None and failure.status < 500:
-        return from_status(
-            failure.status, failure.reason, code=failure.code, stage="encode", key=key
-        )
-    reason = failure.reason if failure is not None else "its embedding was lost from every store"
-    return UpstreamError(
-        f"item {key} could not be encoded in {orders} attempts: {reason}",
-        code="encode_failed",
-        stage="encode",
-        key=key,
-    )

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 
-from epd_common.bus import JobPuller, declare_consumers
+from epd_common.bus import Registry
+from epd_common.encode import EncodeHandler
 from epd_common.engines import PdEngine
 from epd_common.ingest import Ingest, PictureChecker
 from epd_common.orders import Orders
-from epd_common.store import SizeTable
+from epd_common.store import Arena, SizeTable
 from epd_common.worker import connect
 from epd_pd.admission import Admission
 from epd_pd.cancels import Cancels
 from epd_pd.jobs import GenerateHandler
+from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
 from epd_pd.readiness import Readiness
 from epd_pd.settings import PdSettings
@@ -25,10 +26,10 @@ class PdService:
     """Connects, loads the engine, works until it is told to stop, and gives back what it did not do.
 
     Args:
-        make_engine: Builds the engine for the arena's pin folder of this worker.
+        make_engine: Builds the engine for this worker's folders in the arena.
     """
 
-    def __init__(self, settings: PdSettings, make_engine: Callable[[Path], PdEngine]) -> None:
+    def __init__(self, settings: PdSettings, make_engine: Callable[[Arena], PdEngine]) -> None:
         self._settings = settings
         self._make_engine = make_engine
 
@@ -37,9 +38,12 @@ class PdService:
         async with AsyncExitStack() as stack:
             parts = await connect(stack, settings, role="pd", slots=settings.pd_slots)
             cancels = await stack.enter_async_context(Cancels(parts.bus))
-            engine = self._make_engine(parts.arena.pins)
+            engine = self._make_engine(parts.arena)
             stack.push_async_callback(engine.stop)
-            info = await parts.worker.load(engine)
+            takes_encodes = settings.ec_role == "ec_both"
+            info = await parts.worker.load(engine, takes_encodes=takes_encodes)
+            encoding = parts.encoding(engine, info)
+            registry = await stack.enter_async_context(Registry(parts.bus))
 
             limits = settings.ingest_limits()
             pictures = await stack.enter_async_context(PictureChecker(limits))
@@ -57,7 +61,9 @@ class PdService:
                     Orders(parts.bus, parts.states, parts.media),
                     pins,
                     SizeTable(parts.redis, info.fingerprint),
-                    attempts=settings.encode_attempts,
+                    policy=settings.rescue_policy(encodes_here=info.encodes),
+                    local=LocalEncode(encoding, parts.states) if info.encodes else None,
+                    encoders_alive=lambda: registry.takes_encodes(settings.model_name),
                     recheck_s=settings.recheck_s,
                     counters=counters,
                 ),
@@ -67,13 +73,9 @@ class PdService:
                 deadline_s=settings.deadline_s,
                 counters=counters,
             )
-            consumers = await declare_consumers(parts.bus, "generate", settings.model_name)
-            puller = JobPuller(
-                parts.bus,
-                "generate",
-                consumers=consumers,
-                slots=settings.pd_slots,
-                worker=settings.worker_id,
-            )
-            await stack.enter_async_context(puller)
-            await parts.worker.work(puller, handler.handle, stop)
+            generate = await parts.pull(stack, "generate", slots=settings.pd_slots)
+            queues = [(generate, handler.handle)]
+            if takes_encodes:
+                encode = await parts.pull(stack, "encode", slots=settings.encoder_slots)
+                queues.append((encode, EncodeHandler(encoding, counters).handle))
+            await parts.worker.work(queues, stop)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from epd_common.settings import IngestSettings, WorkerSettings
+from epd_common.settings import EncodeSettings, IngestSettings, WorkerSettings
+from epd_pd.rescue import RescuePolicy
 
 
-class PdSettings(WorkerSettings, IngestSettings):
+class PdSettings(WorkerSettings, EncodeSettings, IngestSettings):
     """Environment of ``epd-pd``."""
 
     pd_slots: int = Field(
@@ -31,8 +32,32 @@ class PdSettings(WorkerSettings, IngestSettings):
         description="Let the engine's process sleep while all its requests wait for embeddings, instead of "
         "polling every millisecond.",
     )
+    ec_role: Literal["ec_consumer", "ec_both"] = Field(
+        "ec_consumer",
+        description="`ec_consumer` leaves encoding to encoders; `ec_both` takes encode jobs as well, so that "
+        "one process can serve a model alone.",
+    )
+    local_encode: Literal["never", "loaded", "always"] = Field(
+        "loaded",
+        description="Whether a PD worker encodes an item itself where encoders fail: `loaded` if its engine "
+        "has a vision tower anyway (`ec_both`, and models such as Qwen3-VL), `always` loads one for that.",
+    )
     encode_attempts: int = Field(
-        3, ge=1, description="Times an item is ordered again when its embedding fails or is lost."
+        3,
+        ge=1,
+        description="Times an item is ordered in all for one request when its embedding fails or is lost.",
+    )
+    encode_patience_s: float = Field(
+        20.0,
+        gt=0,
+        description="Seconds that encoders get for an item before a PD worker encodes it itself, if it may; "
+        "well above the time that an encoder takes. At once where no encoder is ready.",
+    )
+    encode_deadline_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds an item may take in all before its request ends with 504; the request's own "
+        "deadline may be sooner.",
     )
     recheck_s: float = Field(
         1.0, gt=0, description="Seconds between looks at the state of an item that is waited for."
@@ -43,3 +68,11 @@ class PdSettings(WorkerSettings, IngestSettings):
         if self.max_incomplete >= self.max_num_seqs:
             raise ValueError("EPD_MAX_INCOMPLETE must be below EPD_MAX_NUM_SEQS")
         return self
+
+    def rescue_policy(self, *, encodes_here: bool) -> RescuePolicy:
+        return RescuePolicy(
+            attempts=self.encode_attempts,
+            patience_s=self.encode_patience_s,
+            deadline_s=self.encode_deadline_s,
+            encodes_here=encodes_here,
+        )

@@ -90,6 +90,15 @@ class Registry:
         """Records of the workers of a model that take work now."""
         return [view.record for view in self.workers(role, model) if view.ready]
 
+    def encoding(self, model: str) -> list[WorkerRecord]:
+        """Records of the workers of a model that can encode now, whatever their role."""
+        views = self.workers(model=model)
+        return [view.record for view in views if view.ready and view.record.encodes != "no"]
+
+    def takes_encodes(self, model: str) -> bool:
+        """Whether anybody takes the encode jobs of a model now."""
+        return any(record.encodes == "queue" for record in self.encoding(model))
+
     async def until_served(self, timeout_s: float) -> None:
         """Return when some model is served, or after ``timeout_s``.
 

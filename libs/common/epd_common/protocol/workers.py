@@ -8,6 +8,9 @@ from epd_common.protocol.base import Message
 
 WorkerState = Literal["starting", "ready", "draining", "failed"]
 Role = Literal["gateway", "encoder", "pd"]
+Encodes = Literal["no", "queue", "rescue"]
+"""Whether a worker turns media into embeddings: not at all, as jobs from the queue, or only where those who
+take the jobs fail."""
 
 
 class WorkerRecord(Message, tag="worker", frozen=True, kw_only=True):
@@ -15,6 +18,8 @@ class WorkerRecord(Message, tag="worker", frozen=True, kw_only=True):
 
     ``beat`` counts heartbeats of this process: a reader that sees it stand still for
     ``ttl_s`` by its own clock holds the worker for dead, so that clocks need not agree.
+    ``encodes`` is ``queue`` for who takes encode jobs, ``rescue`` for a PD worker that encodes an item itself
+    where they fail, else ``no``.
     ``special_tokens`` are the model's reserved tokens, which no message text may hold.
     """
 
@@ -27,6 +32,7 @@ class WorkerRecord(Message, tag="worker", frozen=True, kw_only=True):
     model: str = ""
     fingerprint: str = ""
     modalities: list[str] = []
+    encodes: Encodes = "no"
     slots: int = 0
     busy: int = 0
     pid: int = 0

@@ -1,4 +1,4 @@
-"""What an encoder does with one job: fetch, encode, verify, publish, announce, acknowledge."""
+"""One embedding, from its job to its announcement: fetch, check, encode, publish, announce."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from epd_common.bus import Bus, Delivery
+from epd_common.bus import Bus
 from epd_common.engines import EncoderEngine, EngineInfo
 from epd_common.errors import BadRequestError, DeadlineError, EpdError, UpstreamError
 from epd_common.ingest.processor_args import check_processor_args
-from epd_common.protocol import EmbeddingEvent, EncodeJob, Locator, ProtocolError, decode, subjects
-from epd_common.protocol.keys import digest, embedding_key, is_key
+from epd_common.protocol import EmbeddingEvent, EncodeJob, Locator, subjects
+from epd_common.protocol.keys import digest, embedding_key
 from epd_common.store import (
     Arena,
     Embedding,
@@ -26,18 +26,17 @@ from epd_common.store import (
 
 logger = logging.getLogger(__name__)
 
-RETRY_DELAY_S = 0.2
 ENGINE_DEATHS = 2
 """An item during whose encode so many engines died is not given to a further one."""
 
 
-class EncodeHandler:
-    """Handles encode jobs; many at once, so that the engine can batch them.
+class Encoding:
+    """Makes embeddings with one engine, and tells everybody.
 
     Args:
         remote: Stores besides the arena that get every embedding.
-        locators: Where an embedding of this encoder can be read from.
-        counters: ``encoded``, ``hits``, ``failed``, ``retried``, ``dropped``, ``stale``.
+        locators: Where an embedding made here can be read from.
+        counters: ``encoded``, ``hits``, ``stale``.
     """
 
     def __init__(
@@ -65,40 +64,64 @@ class EncodeHandler:
         self._worker = worker
         self._counters = counters
 
-    async def handle(self, delivery: Delivery) -> None:
-        """Do one job and settle its delivery."""
-        try:
-            job = decode(delivery.data, EncodeJob)
-            if not is_key(job.key):  # it becomes a subject and a file name
-                raise ProtocolError(f"'key' is no embedding key: {job.key[:80]!r}")
-        except ProtocolError as error:
-            logger.error("malformed encode job: %s", error)
-            await delivery.give_up(error)
-            return
-        async with delivery:
-            try:
-                if not await self._states.begin(job.key, job.epoch):
-                    self._counters["stale"] += 1
-                    await delivery.ack()
-                    return
-                event = await self._embedding_for(job, delivery)
-            except EpdError as error:
-                await self._failed(job, delivery, error)
-                return
-            except Exception as error:
-                logger.exception("encode failed by an unexpected error")
-                unexpected = UpstreamError(
-                    f"unexpected {type(error).__name__} in the encoder; its log says more",
-                    stage="encode",
-                    key=job.key,
-                )
-                await self._failed(job, delivery, unexpected)
-                return
-            # Written and verified; now announced, and only then acknowledged (invariant I2).
-            await self._announce(event)
-            await delivery.ack()
+    async def make(
+        self, job: EncodeJob, *, attempt: int = 1, queued_s: float = 0.0
+    ) -> EmbeddingEvent | None:
+        """Have the embedding written and verified; the event that announces it.
 
-    async def _embedding_for(self, job: EncodeJob, delivery: Delivery) -> EmbeddingEvent:
+        None if a newer epoch of the key is under way: then nobody waits for this one.
+
+        Raises:
+            EpdError: it could not be made; :meth:`failure` makes the event of that.
+        """
+        try:
+            if not await self._states.begin(job.key, job.epoch):
+                self._counters["stale"] += 1
+                return None
+            return await self._make(job, attempt, queued_s)
+        except EpdError:
+            raise
+        except Exception as error:
+            logger.exception("encode failed by an unexpected error")
+            raise UpstreamError(
+                f"unexpected {type(error).__name__} in the encoder; its log says more",
+                stage="encode",
+                key=job.key,
+            ) from error
+
+    async def announce(self, event: EmbeddingEvent) -> None:
+        """Record the state, then tell who waits. A newer epoch makes both of no effect."""
+        if await self._states.finish(event):
+            await self._bus.emit(subjects.ready_subject(event.key), event)
+        else:
+            self._counters["stale"] += 1
+
+    def failure(self, job: EncodeJob, error: EpdError, *, attempt: int = 1) -> EmbeddingEvent:
+        """The event of an embedding that could not be made."""
+        return EmbeddingEvent(
+            key=job.key,
+            epoch=job.epoch,
+            state="failed",
+            encoder=self._worker,
+            attempt=attempt,
+            status=error.status,
+            code=error.code,
+            reason=error.message,
+        )
+
+    async def judge(self, job: EncodeJob, error: EpdError) -> EpdError:
+        """The error to go on with: an item that ends engine after engine is at fault itself."""
+        if self._engine.alive or await self._states.count_death(job.key) < ENGINE_DEATHS:
+            return error
+        return BadRequestError(
+            f"the encoder's engine died {ENGINE_DEATHS} times while it encoded item {job.key}; it is "
+            "not tried again",
+            code="media_kills_engine",
+            stage="encode",
+            key=job.key,
+        )
+
+    async def _make(self, job: EncodeJob, attempt: int, queued_s: float) -> EmbeddingEvent:
         if job.deadline and time.time() > job.deadline:
             raise DeadlineError(
                 f"the deadline passed before item {job.key} was encoded",
@@ -118,7 +141,7 @@ class EncodeHandler:
             # A hit is a success: announce again.
             self._counters["hits"] += 1
             await self._copy_to_remote(present)
-            return self._event(job, delivery, present.header, encode_s=0.0)
+            return self._event(job, present.header, attempt, queued_s, encode_s=0.0)
         data = await self._media_of(job)
         await self._check_key(job, data)
         started = time.monotonic()
@@ -141,7 +164,7 @@ class EncodeHandler:
             published = await self._arena.get(job.key)
             if published is not None:
                 await self._copy_to_remote(published)
-        return self._event(job, delivery, staged.header, encode_s=encode_s)
+        return self._event(job, staged.header, attempt, queued_s, encode_s=encode_s)
 
     async def _copy_to_remote(self, embedding: Embedding) -> None:
         for store in self._remote:
@@ -199,51 +222,14 @@ class EncodeHandler:
         if await self._states.size(event):
             await self._bus.emit(subjects.ready_subject(job.key), event)
 
-    async def _announce(self, event: EmbeddingEvent) -> None:
-        """Record the state, then tell who waits. A newer epoch makes both of no effect."""
-        if await self._states.finish(event):
-            await self._bus.emit(subjects.ready_subject(event.key), event)
-        else:
-            self._counters["stale"] += 1
-
-    async def _failed(self, job: EncodeJob, delivery: Delivery, error: EpdError) -> None:
-        fields = {"key": job.key, "request_id": job.request_id, "attempt": delivery.attempt}
-        if not self._engine.alive and await self._states.count_death(job.key) >= ENGINE_DEATHS:
-            error = BadRequestError(
-                f"the encoder's engine died {ENGINE_DEATHS} times while it encoded item {job.key}; it is "
-                "not tried again",
-                code="media_kills_engine",
-                stage="encode",
-                key=job.key,
-            )
-        expired = isinstance(error, DeadlineError)
-        permanent = error.status < 500 or expired
-        if not permanent and not delivery.last_attempt:
-            self._counters["retried"] += 1
-            logger.warning("encode failed, to be tried again: %s", error, extra=fields)
-            await delivery.retry(RETRY_DELAY_S)
-            return
-        self._counters["dropped" if expired else "failed"] += 1
-        logger.warning("encode failed: %s", error, extra=fields)
-        await self._announce(
-            EmbeddingEvent(
-                key=job.key,
-                epoch=job.epoch,
-                state="failed",
-                encoder=self._worker,
-                attempt=delivery.attempt,
-                status=error.status,
-                code=error.code,
-                reason=error.message,
-            )
-        )
-        if permanent:
-            await delivery.ack()
-        else:
-            await delivery.give_up(error)
-
     def _event(
-        self, job: EncodeJob, delivery: Delivery, header: EmbeddingHeader, *, encode_s: float
+        self,
+        job: EncodeJob,
+        header: EmbeddingHeader,
+        attempt: int,
+        queued_s: float,
+        *,
+        encode_s: float,
     ) -> EmbeddingEvent:
         return EmbeddingEvent(
             key=job.key,
@@ -258,7 +244,7 @@ class EncodeHandler:
             checksum=header.checksum,
             locators=self._locators,
             encoder=self._worker,
-            attempt=delivery.attempt,
-            queue_s=delivery.queued_s,
+            attempt=attempt,
+            queue_s=queued_s,
             encode_s=encode_s,
         )

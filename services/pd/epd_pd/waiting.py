@@ -1,0 +1,104 @@
+"""What is known of one item while a request waits for it, and what to say about it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from epd_common.errors import DeadlineError, UpstreamError, from_status
+from epd_common.orders import OrderContext
+from epd_common.protocol import EmbeddingEvent, Item
+from epd_common.store import Claim
+from epd_common.store.states import OTHERS_MAY_SUCCEED
+from epd_pd.rescue import Found, Situation
+
+
+class Wait:
+    """What is known of one item while a request waits for it."""
+
+    def __init__(
+        self, item: Item, context: OrderContext, events: asyncio.Queue[EmbeddingEvent]
+    ) -> None:
+        self.item = item
+        self.context = context
+        self.events = events
+        self.claim = Claim("pending", 0)
+        self.orders = 1
+        self.tried_here = False
+        self._began = self._ordered = time.monotonic()
+
+    def look(self, claim: Claim) -> None:
+        """The state as it was found now."""
+        if claim.epoch > self.claim.epoch:
+            self._ordered = time.monotonic()
+        self.claim = claim
+
+    def situation(self, encoders: bool) -> Situation:
+        now = time.monotonic()
+        return Situation(
+            found=self._found(),
+            orders=self.orders,
+            waited_s=now - self._ordered,
+            total_s=now - self._began,
+            encoders=encoders,
+            tried_here=self.tried_here,
+        )
+
+    def _found(self) -> Found:
+        if self.claim.state == "ready":
+            return "lost"
+        if self.claim.state == "failed":
+            return "refused" if is_final(self.claim.event) else "failed"
+        return "pending"
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with an item that was to be here."""
+        if self.claim.state == "ready":
+            return "is in no store"
+        return f"failed: {self.claim.event.reason if self.claim.event else 'unknown'}"
+
+    def reason(self, now: Situation) -> str:
+        """Why the item is not here, in words for logs and errors."""
+        if now.found != "pending":
+            return f"its embedding {self.trouble}"
+        if not now.encoders:
+            return "no encoder is ready"
+        if self.claim.event is not None:
+            return f"encoder {self.claim.event.encoder} began it and has not finished"
+        return "no encoder has begun it"
+
+    def fields(self) -> dict[str, str]:
+        return {"key": self.item.key, "request_id": self.context.request_id}
+
+    def late(self) -> DeadlineError:
+        key = self.item.key
+        return DeadlineError(
+            f"the deadline passed while item {key} was being encoded", stage="encode", key=key
+        )
+
+    def gave_up(self, now: Situation) -> Exception:
+        """The error of the request whose item this is."""
+        key, failure = self.item.key, self.claim.event
+        if now.found == "pending":
+            return DeadlineError(
+                f"item {key} was not encoded within {now.total_s:.1f} s: {self.reason(now)}",
+                stage="encode",
+                key=key,
+            )
+        if now.found == "refused" and failure is not None:
+            return from_status(
+                failure.status, failure.reason, code=failure.code, stage="encode", key=key
+            )
+        here = " nor by this worker" if self.tried_here else ""
+        return UpstreamError(
+            f"item {key} could not be encoded in {self.orders} attempts{here}: {self.reason(now)}",
+            code="encode_failed",
+            stage="encode",
+            key=key,
+        )
+
+
+def is_final(failure: EmbeddingEvent | None) -> bool:
+    """Whether these bytes can never be encoded. Another's job may have lacked them: ours has them."""
+    return failure is not None and failure.status < 500 and failure.code not in OTHERS_MAY_SUCCEED

@@ -30,6 +30,8 @@ from epd_common.store.embedding import EmbeddingHeader, pack_header, payload_che
 ROWS, WIDTH = 4, 8
 SPECIAL_TOKENS = ("<|image_pad|>", "<|im_start|>")
 MAX_MODEL_LEN = 4096
+RAW = ("video",)
+"""Modalities for which PD must have the media."""
 
 
 def tag(data: bytes) -> str:
@@ -42,14 +44,14 @@ def payload(data: bytes) -> bytes:
     return hashlib.sha256(data).digest() * (ROWS * WIDTH * 2 // 32)
 
 
-def header(key: str, data: bytes, fingerprint: str) -> EmbeddingHeader:
+def header(key: str, data: bytes, fingerprint: str, modality: str = "image") -> EmbeddingHeader:
     return EmbeddingHeader(
         key=key,
         rows=ROWS,
         width=WIDTH,
         dtype="float16",
         fingerprint=fingerprint,
-        metadata={"image_grid_thw": [1, 4, 4]},
+        metadata={} if modality in RAW else {"image_grid_thw": [1, 4, 4]},
         checksum=payload_checksum(payload(data)),
     )
 
@@ -63,7 +65,8 @@ def _info(model: str, fingerprint: str, *, encodes: bool = True) -> EngineInfo:
     return EngineInfo(
         model=model,
         fingerprint=fingerprint,
-        modalities=("image",),
+        modalities=("image", "video"),
+        raw_modalities=RAW,
         max_model_len=MAX_MODEL_LEN,
         special_tokens=SPECIAL_TOKENS,
         encodes=encodes,
@@ -110,7 +113,7 @@ class FakeEncoderEngine:
     ) -> StagedEmbedding:
         self.encoded.append(key)
         if self.sizes:
-            await on_sized(header(key, data, self._info.fingerprint).metadata)
+            await on_sized(header(key, data, self._info.fingerprint, modality).metadata)
         await self.gate.wait()
         if not self.alive:
             raise UpstreamError("the fake encoder is dead", stage="encode", key=key)
@@ -119,7 +122,7 @@ class FakeEncoderEngine:
         if self.failures:
             self.failures -= 1
             raise UpstreamError("the fake encoder fails", stage="encode", key=key)
-        head = header(key, data, self._info.fingerprint)
+        head = header(key, data, self._info.fingerprint, modality)
         path = self._staging / f"{next(self._numbers)}-{key}"
         path.write_bytes(pack_header(head) + payload(data))
         return StagedEmbedding(path, head)
@@ -245,6 +248,11 @@ class FakePdEngine:
         found.verify()
         if found.header.key != expected.key or found.header.metadata != expected.metadata:
             raise UpstreamError(f"embedding {expected.key} is another one", stage="generate")
+        if (
+            expected.modality in RAW
+            and tag(expected.media or b"") != bytes(found.payload[:6]).hex()
+        ):
+            raise UpstreamError(f"the media of {expected.key} are others", stage="generate")
         return bytes(found.payload[:6]).hex()
 
     async def wake(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import secrets
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 from nats.aio.msg import Msg
 from PIL import Image
 
+from direct import Inbox, direct_job, publish
 from epd_cli.brokers import Brokers, embedded_brokers
 from epd_common.bus import Bus
 from epd_common.errors import EpdError, UpstreamError
@@ -35,10 +35,8 @@ from epd_common.protocol import (
     Media,
     ReplyData,
     ReplyEnd,
-    ReplyError,
     ReplyHead,
     decode,
-    decode_reply,
     subjects,
 )
 from epd_common.protocol.codec import encode
@@ -87,29 +85,6 @@ async def quiet(request: pytest.FixtureRequest) -> AsyncIterator[None]:
     await eventually(lambda: stack.pds[0].pinned == [], "nothing is pinned")
 
 
-class Inbox:
-    """What comes to a subject."""
-
-    def __init__(self) -> None:
-        self.frames: list[Any] = []
-        self.subject = f"_INBOX.test.{secrets.token_hex(8)}"
-
-    async def listen(self, bus: Bus) -> Inbox:
-        async def note(message: Msg) -> None:
-            self.frames.append(decode_reply(message.data))
-
-        await bus.subscribe(self.subject, note)
-        await bus.flush()
-        return self
-
-    async def error(self) -> ReplyError:
-        """The error that ends the reply."""
-        await eventually(lambda: bool(self.frames), "an error frame comes")
-        (frame,) = self.frames
-        assert isinstance(frame, ReplyError)
-        return frame
-
-
 async def dead_letter(stack: ServiceStack, stage: str, payload: bytes) -> DeadLetter:
     """The dead letter of a job, once it is there."""
     found: list[DeadLetter] = []
@@ -126,22 +101,6 @@ async def dead_letter(stack: ServiceStack, stage: str, payload: bytes) -> DeadLe
 
     await eventually(there, "the job is in the dead-letter stream")
     return found[0]
-
-
-async def publish(stack: ServiceStack, stage: str, data: bytes) -> None:
-    names = {"encode": subjects.encode_subject, "generate": subjects.generate_subject}
-    await stack.bus.js.publish(names[stage](stack.model, "l0"), data)
-
-
-def direct_job(stack: ServiceStack, inbox: Inbox, **fields: Any) -> GenerateJob:
-    body = {"messages": [{"role": "user", "content": "hello"}]}
-    job = {
-        "request_id": secrets.token_hex(8),
-        "model": stack.model,
-        "inbox": inbox.subject,
-        "body": json.dumps(body).encode(),
-    }
-    return GenerateJob(**(job | fields))
 
 
 # -- right answers --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from epd_common.ingest.parts import FileSource, ItemSource, Source, UrlSource
 URL = "https://example.com/a.png"
 IMAGE = {"type": "image_url", "image_url": {"url": URL}}
 TEXT = {"type": "text", "text": "hello"}
+INVALID = "invalid_request"
 
 
 def chat(*content: object, **fields: Any) -> dict[str, Any]:
@@ -25,28 +26,41 @@ def run(route: str, body: Any, max_items: int = 8) -> Extracted:
 
 
 @pytest.mark.parametrize(
-    ("part", "source"),
+    ("part", "modality", "source"),
     [
-        (IMAGE, UrlSource(URL)),
-        ({"type": "image_url", "image_url": URL}, UrlSource(URL)),
-        ({"type": "image_url", "image_url": {"url": URL, "detail": "low"}}, UrlSource(URL)),
-        ({**IMAGE, "uuid": "mine"}, UrlSource(URL)),
-        ({"type": "input_image", "image_url": URL, "detail": "auto"}, UrlSource(URL)),
-        ({"type": "input_image", "image_url": {"url": URL}}, UrlSource(URL)),
-        ({"type": "input_image", "image_url": URL, "file_id": None}, UrlSource(URL)),
-        ({"type": "input_image", "file_id": "file-1"}, FileSource("file-1")),
-        ({"type": "image_file", "image_file": {"file_id": "file-1"}}, FileSource("file-1")),
-        ({"type": "media_ref", "item": 3}, ItemSource(3)),
+        (IMAGE, "image", UrlSource(URL)),
+        ({"type": "image_url", "image_url": URL}, "image", UrlSource(URL)),
+        (
+            {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
+            "image",
+            UrlSource(URL),
+        ),
+        ({**IMAGE, "uuid": "mine"}, "image", UrlSource(URL)),
+        ({"type": "input_image", "image_url": URL, "detail": "auto"}, "image", UrlSource(URL)),
+        ({"type": "input_image", "image_url": {"url": URL}}, "image", UrlSource(URL)),
+        ({"type": "input_image", "image_url": URL, "file_id": None}, "image", UrlSource(URL)),
+        ({"type": "input_image", "file_id": "file-1"}, "image", FileSource("file-1")),
+        ({"type": "image_file", "image_file": {"file_id": "f-1"}}, "image", FileSource("f-1")),
+        ({"type": "video_url", "video_url": {"url": URL}}, "video", UrlSource(URL)),
+        ({"type": "audio_url", "audio_url": URL}, "audio", UrlSource(URL)),
+        (
+            {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+            "audio",
+            UrlSource("data:audio/*;base64,AAAA"),
+        ),
+        ({"type": "media_ref", "item": 3}, None, ItemSource(3)),
     ],
 )
 @pytest.mark.parametrize("route", [CHAT, RESPONSES])
-def test_media_parts(route: str, part: dict[str, Any], source: Source) -> None:
+def test_media_parts(
+    route: str, part: dict[str, Any], modality: str | None, source: Source
+) -> None:
     name = "messages" if route == CHAT else "input"
     found = run(route, {name: [{"role": "user", "content": [TEXT, part]}]})
     [media] = found.parts
     assert media.source == source
     assert media.place == f"{name}[0].content[1]"
-    assert media.modality == "image"
+    assert media.modality == modality
     assert found.body[name][0]["content"][1] is media.reference
     assert media.reference["type"] == "media_ref"
 
@@ -227,8 +241,13 @@ def test_wrong_shapes_are_refused_by_name(route: str, body: Any, param: str) -> 
         (chat({**IMAGE, "image_embeds": ""}), "messages[0].content[0]", "reserved_field"),
         *(
             (chat({"type": name, name: {}}), "messages[0].content[0]", "modality_not_supported")
-            for name in ("video_url", "audio_url", "input_audio", "input_file")
+            for name in ("input_video", "input_file")
         ),
+        *(
+            (chat({"type": name, name: {}}), f"messages[0].content[0].{name}.{field}", INVALID)
+            for name, field in (("video_url", "url"), ("audio_url", "url"), ("input_audio", "data"))
+        ),
+        (chat({"type": "input_audio"}), "messages[0].content[0].input_audio", INVALID),
     ],
 )
 def test_what_is_refused(body: dict[str, Any], param: str, code: str) -> None:

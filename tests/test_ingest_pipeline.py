@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -75,7 +75,7 @@ class Store:
         self.cancelled: list[str] = []
 
     async def put(self, data: bytes, *, digest: str, content_type: str) -> str:
-        assert content_type.startswith("image/")
+        assert content_type.startswith(("image/", "video/", "audio/"))
         self.puts.append(data)
         return digest
 
@@ -115,13 +115,20 @@ def ingest(store: Store, checker: PictureChecker) -> Ingest:
     return Ingest(store, checker, IngestLimits(), store.fetch, store)
 
 
-async def prepare(ingest: Ingest, body: dict[str, Any], *items: Item, route: str = CHAT) -> Any:
+async def prepare(
+    ingest: Ingest,
+    body: dict[str, Any],
+    *items: Item,
+    route: str = CHAT,
+    modalities: Sequence[str] = ("image", "video", "audio"),
+) -> Any:
     return await ingest.prepare(
         route=route,
         body=body,
         fingerprint=FINGERPRINT,
         scope=SCOPE,
         special_tokens=SPECIAL,
+        modalities=modalities,
         items=items,
     )
 
@@ -350,7 +357,8 @@ async def test_what_a_gateway_prepared_passes_a_second_time(ingest: Ingest) -> N
         (keyed(RED, digest=digest(RED).upper()), "invalid_request", "items[0].digest"),
         (raw(RED, key=key(BLUE)), "key_mismatch", "items[0].key"),
         (raw(RED, digest=digest(BLUE)), "key_mismatch", "items[0].digest"),
-        (raw(RED, modality="video"), "modality_not_supported", "items[0].modality"),
+        (raw(RED, modality="video"), "unsupported_media", "items[0]"),
+        (keyed(RED, modality="video"), "key_mismatch", "items[0].key"),
         (raw(RED[:-20]), "invalid_image", "items[0]"),
         (raw(b""), "unsupported_media", "items[0]"),
         (Item(media=Media()), "invalid_request", "items[0].media"),
@@ -402,3 +410,59 @@ async def test_processor_arguments_of_items_and_body_must_agree(ingest: Ingest) 
             raw(RED, processor_args=args),
         )
     assert caught.value.param == "items[0].processor_args"
+
+
+WAV = b"RIFF\x24\x00\x00\x00WAVEfmt " + bytes(28)
+MP4 = b"\x00\x00\x00\x18ftypisom" + bytes(16)
+
+
+async def test_every_modality_has_items_of_its_own(ingest: Ingest, store: Store) -> None:
+    store.web["https://example.com/clip"] = FetchedMedia(MP4, "video/mp4")
+    sound = base64.b64encode(WAV).decode()
+    prepared = await prepare(
+        ingest,
+        chat(
+            {"type": "video_url", "video_url": {"url": "https://example.com/clip"}},
+            {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}},
+            image(data_uri(RED)),
+            {"type": "audio_url", "audio_url": {"url": data_uri(WAV, "audio/wav")}},
+        ),
+    )
+    assert [item.modality for item in prepared.items] == ["video", "audio", "image"]
+    assert [part["item"] for part in prepared.body["messages"][0]["content"]] == [0, 1, 2, 1]
+    assert store.puts == [MP4, WAV, RED]
+    video, audio, _ = prepared.items
+    assert (video.media.content_type, audio.media.content_type) == ("video/mp4", "audio/wav")
+    assert video.key == embedding_key(
+        media_digest=digest(MP4), fingerprint=FINGERPRINT, scope=SCOPE, modality="video"
+    )
+    assert await prepare(ingest, prepared.body, *prepared.items) == prepared
+
+
+async def test_one_url_as_two_modalities_is_loaded_as_each(ingest: Ingest, store: Store) -> None:
+    store.web["https://example.com/a"] = FetchedMedia(MP4, "video/mp4")
+    body = chat(
+        {"type": "video_url", "video_url": {"url": "https://example.com/a"}},
+        image("https://example.com/a"),
+    )
+    with pytest.raises(EpdError) as caught:
+        await prepare(ingest, body)
+    assert (caught.value.code, caught.value.param) == (
+        "unsupported_media",
+        "messages[0].content[1]",
+    )
+
+
+async def test_what_the_model_does_not_take_is_refused_before_it_is_loaded(
+    ingest: Ingest, store: Store
+) -> None:
+    body = chat(image("https://example.com/a"), {"type": "audio_url", "audio_url": "https://b/c"})
+    with pytest.raises(BadRequestError, match=r"takes image and video") as caught:
+        await prepare(ingest, body, modalities=("image", "video"))
+    assert (caught.value.code, caught.value.param) == (
+        "modality_not_supported",
+        "messages[0].content[1]",
+    )
+    assert store.fetched == []
+    with pytest.raises(BadRequestError, match=r"takes text alone"):
+        await prepare(ingest, body, modalities=())

@@ -85,7 +85,13 @@ def _stack_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("EPD_SERVED_MODEL", ""),
         help="name that clients use; empty: the last part of the model's path",
     )
-    parser.add_argument("--encoders", type=_count, default=1, metavar="N", help="encoder processes")
+    parser.add_argument(
+        "--encoders",
+        type=_count_or_none,
+        default=1,
+        metavar="N",
+        help="encoder processes; with 0, PD processes encode as well",
+    )
     parser.add_argument("--pds", type=_count, default=1, metavar="N", help="PD processes")
     parser.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     parser.add_argument("--redis", default="", metavar="URL", help="a Valkey that runs already")
@@ -97,11 +103,15 @@ async def _up(arguments: argparse.Namespace) -> int:
     return await up(_options(arguments, port=arguments.port))
 
 
-def _count(text: str) -> int:
+def _count(text: str, least: int = 1) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be {least} or more")
     return number
+
+
+def _count_or_none(text: str) -> int:
+    return _count(text, least=0)
 
 
 def _options(arguments: argparse.Namespace, *, port: int) -> StackOptions:

@@ -41,6 +41,7 @@ class StackOptions:
 
     Attributes:
         model: Path or hub id.
+        encoders: With 0, PD workers encode as well.
         nats_url: A NATS that runs already; empty starts one.
         redis_url: A Valkey or Redis that runs already; empty starts one.
         environment: More ``EPD_*`` settings for all services.
@@ -202,6 +203,7 @@ def _services(
         "EPD_STORES": os.environ.get("EPD_STORES", "arena"),  # one node
         "EPD_LOG_FORMAT": os.environ.get("EPD_LOG_FORMAT", "text"),
         "VLLM_RPC_BASE_PATH": ipc,
+        **({} if options.encoders else {"EPD_EC_ROLE": "ec_both"}),
         **options.environment,
     }
     names = [("gateway", "gateway-1")]

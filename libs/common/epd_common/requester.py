@@ -82,6 +82,7 @@ class Requester:
             fingerprint=worker.fingerprint,
             scope=scope,
             special_tokens=worker.special_tokens,
+            modalities=worker.modalities,
         )
         if prepared.items:
             self.require_encoder(worker)

@@ -176,6 +176,7 @@ class GenerateHandler:
             fingerprint=self._info.fingerprint,
             scope=job.scope,
             special_tokens=self._info.special_tokens,
+            modalities=self._info.modalities,
             items=job.items,
         )
         context = OrderContext(

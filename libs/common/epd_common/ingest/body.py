@@ -6,15 +6,16 @@ checks itself (temperature, tools, ...) are left to vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from epd_common.errors import TooLargeError
-from epd_common.ingest.parts import Source, invalid, read_part
+from epd_common.ingest.parts import ItemSource, Source, invalid, read_part
 from epd_common.ingest.processor_args import check_processor_args
-from epd_common.protocol.jobs import Modality
+from epd_common.protocol.jobs import Item, Modality
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -32,14 +33,21 @@ _MAX_DEPTH = 100
 class MediaPart:
     """A media part that was found.
 
-    ``reference`` is the very object that stands in the new body in place of the part; whoever loads
-    the part sets its ``item``.
+    ``modality`` is None for a reference to an item. ``reference`` is the very object that stands in the new
+    body in place of the part; whoever loads the part sets its ``item``.
     """
 
     place: str
-    modality: Modality
+    modality: Modality | None
     source: Source
     reference: dict[str, Any]
+
+    def modality_in(self, items: Sequence[Item]) -> Modality:
+        """The part's modality; that of a reference is its item's."""
+        if isinstance(self.source, ItemSource):
+            return items[self.source.index].modality
+        assert self.modality is not None
+        return self.modality
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from epd_common.ingest.body import MediaPart
 from epd_common.ingest.parts import ItemSource, invalid
 from epd_common.ingest.processor_args import check_processor_args
 from epd_common.protocol import Item, Media
+from epd_common.protocol.jobs import Modality
 from epd_common.protocol.keys import embedding_key, is_key
 from epd_common.store.media import StoredFile
 
@@ -25,9 +26,9 @@ class Keying:
     scope: str
     processor_args: dict[str, Any]
 
-    def new(self, stored: StoredFile) -> Item:
+    def new(self, stored: StoredFile, modality: Modality) -> Item:
         """The item for media that the body brought."""
-        return self._build(Item(media=Media()), stored, self.processor_args)
+        return self._build(Item(modality=modality, media=Media()), stored, self.processor_args)
 
     def complete(self, raw: Item, stored: StoredFile, place: str) -> Item:
         """The item for inline media of a direct job. What the client claimed must be true."""
@@ -85,6 +86,25 @@ class Keying:
         )
 
 
+def check_modalities(
+    parts: Sequence[MediaPart], items: Sequence[Item], modalities: Sequence[str]
+) -> None:
+    """Refuse media that the model cannot take.
+
+    Raises:
+        BadRequestError: naming the part.
+    """
+    for part in parts:
+        modality = part.modality_in(items)
+        if modality not in modalities:
+            raise invalid(
+                part.place,
+                f"{part.place} is {modality} input, and this model takes "
+                f"{' and '.join(modalities) or 'text alone'}",
+                "modality_not_supported",
+            )
+
+
 def check_items(items: Sequence[Item], parts: Sequence[MediaPart], max_inline_bytes: int) -> None:
     """Check the items of a direct job, and that body and items fit each other, before any work.
 
@@ -120,12 +140,6 @@ def check_items(items: Sequence[Item], parts: Sequence[MediaPart], max_inline_by
 def _check_item(item: Item, named: bool, place: str) -> None:
     if not named:
         raise invalid(place, f"no part of the body refers to {place}", "invalid_media_ref")
-    if item.modality != "image":
-        raise invalid(
-            f"{place}.modality",
-            f"{place} is of modality {item.modality!r}, which is not served here",
-            "modality_not_supported",
-        )
     check_processor_args(item.processor_args, f"{place}.processor_args")
     if (item.media.inline is None) == (not item.media.ref):
         raise invalid(f"{place}.media", f"{place}.media must have either ref or inline")

@@ -33,7 +33,7 @@ _PNG_END = b"IEND\xaeB\x60\x82"
 _SIDEWAYS = range(5, 9)
 """The EXIF orientations that swap width and height."""
 
-_NO_STATEMENT = ("", "application/octet-stream", "binary/octet-stream")
+NO_STATEMENT = ("", "application/octet-stream", "binary/octet-stream")
 """Declared types that say nothing; object stores answer with them for files of unknown type."""
 
 
@@ -129,7 +129,7 @@ class PictureChecker:
         claim = declared.partition(";")[0].strip().lower()
         # A wrong `image/...` is common in the wild and does no harm; another type means that the
         # sender meant something else, such as a page that says "not found".
-        if claim in _NO_STATEMENT or claim.startswith("image/"):
+        if claim in NO_STATEMENT or claim.startswith("image/"):
             for entry in _FORMATS:
                 if entry.magic.match(data):
                     return entry

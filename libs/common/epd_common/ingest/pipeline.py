@@ -14,18 +14,23 @@ from typing import Any
 from epd_common.errors import NotFoundError
 from epd_common.ingest.body import MediaPart, extract
 from epd_common.ingest.data_uri import is_data_uri, parse_data_uri
-from epd_common.ingest.items import Keying, check_items
+from epd_common.ingest.items import Keying, check_items, check_modalities
 from epd_common.ingest.limits import IngestLimits
 from epd_common.ingest.media import Fetch, FetchedMedia, FileLookup, MediaStore
 from epd_common.ingest.parts import FileSource, ItemSource, Source, UrlSource, invalid
 from epd_common.ingest.pictures import PictureChecker
+from epd_common.ingest.recordings import check_recording
 from epd_common.ingest.reserved import check_reserved
 from epd_common.protocol import Item
+from epd_common.protocol.jobs import Modality
 from epd_common.protocol.keys import digest
 from epd_common.store.media import StoredFile
 
 _OFFLOAD_BYTES = 256 * 1024
 """Above this, hashing or base64 would hold the event loop for about a millisecond."""
+
+_Wanted = tuple[Modality | None, Source]
+"""What a part asks for; parts that ask for the same are loaded once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class Ingest:
         fingerprint: str,
         scope: str,
         special_tokens: Sequence[str],
+        modalities: Sequence[str],
         items: Sequence[Item] = (),
     ) -> Prepared:
         """Check the request, and load, check and store its media.
@@ -82,6 +88,7 @@ class Ingest:
             fingerprint: Of the model that will read the media.
             scope: Whose cache entries these may be (tenant).
             special_tokens: What no text may hold.
+            modalities: What the model takes beside text.
             items: Those of a direct job, which ``media_ref`` parts of the body point at.
 
         Raises:
@@ -90,73 +97,91 @@ class Ingest:
         found = extract(route, body, max_items=self._limits.max_items)
         check_reserved(route, found.body, special_tokens)
         check_items(items, found.parts, self._limits.max_inline_bytes)
+        check_modalities(found.parts, items, modalities)
         keying = Keying(fingerprint, scope, found.processor_args)
         loaded = await self._load_all(found.parts, items, keying)
         distinct: dict[str, Item] = {}
         numbers: dict[str, int] = {}
         for part in found.parts:
-            item = loaded[part.source]
+            item = loaded[part.modality, part.source]
             distinct.setdefault(item.key, item)
             part.reference["item"] = numbers.setdefault(item.key, len(numbers))
         return Prepared(found.body, list(distinct.values()))
 
     async def admit(self, data: bytes, *, declared: str = "", place: str) -> StoredFile:
         """Check one picture and store it: what an upload needs."""
-        return await self._admit(data, await _digest(data), declared, place)
+        return await self._admit(data, await _digest(data), "image", declared, place)
 
-    async def _admit(self, data: bytes, media_digest: str, declared: str, place: str) -> StoredFile:
-        picture = await self._pictures.check(data, declared=declared, place=place)
-        ref = await self._media.put(data, digest=media_digest, content_type=picture.content_type)
+    async def _admit(
+        self, data: bytes, media_digest: str, modality: Modality, declared: str, place: str
+    ) -> StoredFile:
+        width = height = 0
+        if modality == "image":
+            picture = await self._pictures.check(data, declared=declared, place=place)
+            content_type, width, height = picture.content_type, picture.width, picture.height
+        else:
+            limit = self._limits.max_media_bytes
+            content_type = check_recording(
+                data, modality, declared=declared, max_bytes=limit, place=place
+            )
+        ref = await self._media.put(data, digest=media_digest, content_type=content_type)
         return StoredFile(
             digest=media_digest,
             ref=ref,
-            content_type=picture.content_type,
-            width=picture.width,
-            height=picture.height,
+            content_type=content_type,
+            width=width,
+            height=height,
             bytes=len(data),
         )
 
     async def _load_all(
         self, parts: Sequence[MediaPart], items: Sequence[Item], keying: Keying
-    ) -> dict[Source, Item]:
+    ) -> dict[_Wanted, Item]:
         """Load every distinct source at the same time; the first failure ends the others."""
         gate = asyncio.Semaphore(self._limits.concurrent_loads)
-        admitted: dict[str, asyncio.Task[StoredFile]] = {}
-        tasks: dict[Source, asyncio.Task[Item]] = {}
+        admitted: dict[tuple[Modality, str], asyncio.Task[StoredFile]] = {}
+        tasks: dict[_Wanted, asyncio.Task[Item]] = {}
         failure: BaseException | None = None
 
-        async def admit_once(media: FetchedMedia, place: str) -> StoredFile:
+        async def admit_once(media: FetchedMedia, modality: Modality, place: str) -> StoredFile:
             media_digest = await _digest(media.data)
-            if media_digest not in admitted:
-                admitted[media_digest] = group.create_task(
-                    self._admit(media.data, media_digest, media.content_type, place)
+            same = (modality, media_digest)
+            if same not in admitted:
+                admitted[same] = group.create_task(
+                    self._admit(media.data, media_digest, modality, media.content_type, place)
                 )
-            return await admitted[media_digest]
+            return await admitted[same]
 
-        async def load(source: Source, place: str) -> Item:
+        async def load(source: Source, modality: Modality, place: str) -> Item:
             async with gate:
                 match source:
                     case UrlSource(url):
-                        return keying.new(await admit_once(await self._read(url, place), place))
+                        media = await self._read(url, place)
+                        return keying.new(await admit_once(media, modality, place), modality)
                     case FileSource(file_id):
-                        return keying.new(await self._look_up(file_id, keying.scope, place))
+                        stored = await self._look_up(file_id, keying.scope, place)
+                        return keying.new(stored, modality)
                     case ItemSource(index):
                         item, place = items[index], f"items[{index}]"
                         if item.media.inline is None:
                             return keying.verify(item, place)
                         media = FetchedMedia(item.media.inline, item.media.content_type)
-                        return keying.complete(item, await admit_once(media, place), place)
+                        stored = await admit_once(media, modality, place)
+                        return keying.complete(item, stored, place)
 
         try:
             async with asyncio.TaskGroup() as group:
                 for part in parts:
-                    if part.source not in tasks:
-                        tasks[part.source] = group.create_task(load(part.source, part.place))
+                    wanted = (part.modality, part.source)
+                    if wanted not in tasks:
+                        tasks[wanted] = group.create_task(
+                            load(part.source, part.modality_in(items), part.place)
+                        )
         except BaseExceptionGroup as failures:
             failure = _first(failures)
         if failure is not None:
             raise failure
-        return {source: task.result() for source, task in tasks.items()}
+        return {wanted: task.result() for wanted, task in tasks.items()}
 
     async def _read(self, url: str, place: str) -> FetchedMedia:
         if is_data_uri(url):
@@ -177,7 +202,7 @@ class Ingest:
             raise invalid(
                 place,
                 f"the URL at {place} is not fetched here; send the request to a gateway, "
-                "or the picture as a data URI",
+                "or the media as a data URI",
                 "media_url_refused",
             )
         return await self._fetch(url, place)

@@ -1,0 +1,52 @@
+"""Jobs that a client publishes itself, and the inbox that their answers come to."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+from nats.aio.msg import Msg
+
+from epd_common.bus import Bus
+from epd_common.protocol import GenerateJob, ReplyError, decode_reply, subjects
+from service_stack import ServiceStack, eventually
+
+
+class Inbox:
+    """What comes to a subject."""
+
+    def __init__(self) -> None:
+        self.frames: list[Any] = []
+        self.subject = f"_INBOX.test.{secrets.token_hex(8)}"
+
+    async def listen(self, bus: Bus) -> Inbox:
+        async def note(message: Msg) -> None:
+            self.frames.append(decode_reply(message.data))
+
+        await bus.subscribe(self.subject, note)
+        await bus.flush()
+        return self
+
+    async def error(self) -> ReplyError:
+        """The error that ends the reply."""
+        await eventually(lambda: bool(self.frames), "an error frame comes")
+        (frame,) = self.frames
+        assert isinstance(frame, ReplyError)
+        return frame
+
+
+async def publish(stack: ServiceStack, stage: str, data: bytes) -> None:
+    names = {"encode": subjects.encode_subject, "generate": subjects.generate_subject}
+    await stack.bus.js.publish(names[stage](stack.model, "l0"), data)
+
+
+def direct_job(stack: ServiceStack, inbox: Inbox, **fields: Any) -> GenerateJob:
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    job = {
+        "request_id": secrets.token_hex(8),
+        "model": stack.model,
+        "inbox": inbox.subject,
+        "body": json.dumps(body).encode(),
+    }
+    return GenerateJob(**(job | fields))

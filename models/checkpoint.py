@@ -1,4 +1,4 @@
-"""The files around the weights of a small Qwen vision-language checkpoint.
+"""The files around the weights of a small checkpoint.
 
 Tokenizer, chat template, processor and generation settings, as transformers and vLLM look for them.
 """
@@ -6,10 +6,11 @@ Tokenizer, chat template, processor and generation settings, as transformers and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import transformers
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -36,11 +37,17 @@ def chat_template(label_images: bool) -> str:
 
 
 def make_tokenizer(
-    corpus: Iterable[str], vocab_size: int, template: str, labels: Iterable[str] = ()
+    corpus: Iterable[str],
+    vocab_size: int,
+    template: str,
+    labels: Iterable[str] = (),
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
 ) -> transformers.PreTrainedTokenizerFast:
     """Train a byte-level BPE of at most ``vocab_size`` entries, the special tokens included.
 
-    ``labels`` become one token each wherever they stand in the text.
+    Args:
+        labels: become one token each wherever they stand in the text.
+        special_tokens: with ``END_OF_TEXT`` and ``TURN_END`` among them.
     """
     labels = list(labels)
     bpe = Tokenizer(models.BPE())
@@ -52,12 +59,12 @@ def make_tokenizer(
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(SPECIAL_TOKENS) - len(labels),
+        vocab_size=vocab_size - len(special_tokens) - len(labels),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     bpe.train_from_iterator(corpus, trainer)
-    bpe.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL_TOKENS])
+    bpe.add_special_tokens([AddedToken(name, normalized=False) for name in special_tokens])
     bpe.add_tokens([AddedToken(label, normalized=False) for label in labels])
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT, model_max_length=8192
@@ -68,14 +75,32 @@ def make_tokenizer(
 
 def special_ids(tokenizer: transformers.PreTrainedTokenizerFast) -> dict[str, int]:
     """Map every special token to its id."""
-    return {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL_TOKENS}
+    added = tokenizer.added_tokens_decoder
+    return {token.content: index for index, token in added.items() if token.special}
 
 
-def save_weights(model: transformers.PreTrainedModel, out: Path) -> None:
-    """Write weights and model configuration; anyone may read them, whoever wrote them."""
+def save_weights(
+    model: transformers.PreTrainedModel, out: Path, prefixes: Mapping[str, str] | None = None
+) -> None:
+    """Write weights and model configuration; anyone may read them, whoever wrote them.
+
+    Args:
+        prefixes: how names begin in the checkpoints that the model's makers published, by how they
+            begin in transformers; for models of which vLLM knows the published names alone.
+    """
     model.save_pretrained(out)
+    if prefixes:
+        weights = {_renamed(name, prefixes): value for name, value in model.state_dict().items()}
+        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     for path in out.glob("*.safetensors"):
         path.chmod(0o644)
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    for prefix, published in prefixes.items():
+        if name.startswith(prefix):
+            return published + name.removeprefix(prefix)
+    raise ValueError(f"no published name is known for {name}")
 
 
 def write_side_files(
@@ -87,9 +112,9 @@ def write_side_files(
     patch_size: int,
     max_pixels: int,
 ) -> None:
-    """Write everything but weights and model configuration into ``out``."""
+    """Write everything but weights and model configuration of a Qwen vision-language model."""
     tokenizer.save_pretrained(out)
-    ids = special_ids(tokenizer)
+    write_generation_config(out, tokenizer)
     pixels = {"shortest_edge": 56 * 56, "longest_edge": max_pixels}
     processor = {
         "processor_class": processor_class,
@@ -116,6 +141,13 @@ def write_side_files(
         out / "video_preprocessor_config.json",
         processor | {"video_processor_type": video_processor_type},
     )
+    template_file = out / "chat_template.jinja"
+    template_file.write_text(str(tokenizer.chat_template), encoding="utf-8")
+
+
+def write_generation_config(out: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    """Greedy unless the request says otherwise, up to the end of the turn."""
+    ids = special_ids(tokenizer)
     _write_json(
         out / "generation_config.json",
         {
@@ -125,8 +157,6 @@ def write_side_files(
             "do_sample": False,
         },
     )
-    template_file = out / "chat_template.jinja"
-    template_file.write_text(str(tokenizer.chat_template), encoding="utf-8")
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

@@ -233,7 +233,7 @@ def _url(url: object) -> dict[str, Any]:
             {"type": "video_url", "video_url": {"url": "x"}},
             400,
             "media_url_refused",
-            ".video_url.url",
+            "",
         ),
         (
             {"type": "input_audio", "input_audio": {"data": "AA=="}},

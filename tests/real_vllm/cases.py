@@ -48,40 +48,37 @@ class CaseMaker:
             yield self._between(turn)
         for turn in range(4):
             yield self._turns(turn)
-        for turn, text in enumerate(
+        for turn, words in enumerate(
             ("How many images are there?", "Describe image #1.", "Hello.", "List the images.")
         ):
-            yield Case(f"text only {turn}", [_user(_text(text))], stream=turn % 2 == 1)
+            yield Case(f"text only {turn}", [user(text(words))], stream=turn % 2 == 1)
 
     def _picture(self) -> tuple[shapes.Scene, Part]:
-        scene = shapes.random_scene(self._rng)
-        height, width = shapes.random_size(self._rng)
-        uri = shapes.data_uri(shapes.draw(scene, height, width, self._rng))
-        return scene, {"type": "image_url", "image_url": {"url": uri}}
+        return picture(self._rng)
 
     def _question(
         self, title: str, pictures: list[tuple[shapes.Scene, Part]], *, stream: bool = False
     ) -> Case:
         asked = shapes.ask(self._rng, [scene for scene, _ in pictures])
         parts = [part for _, part in pictures]
-        return Case(title, [_user(*parts, _text(asked.text))], asked.answer, stream)
+        return Case(title, [user(*parts, text(asked.text))], asked.answer, stream)
 
     def _between(self, turn: int) -> Case:
         """Text before, between and after pictures; images before, between and after text."""
         one, two, three = (self._picture()[1] for _ in range(3))
         orders = (
             [
-                _text("Look at this."),
+                text("Look at this."),
                 one,
-                _text("And at this."),
+                text("And at this."),
                 two,
-                _text("What is in image #2?"),
+                text("What is in image #2?"),
             ],
-            [one, _text("What is in image #1?"), two],
-            [_text("Describe image #1."), one],
-            [one, two, _text("Compare."), three, _text("How many images are there?")],
+            [one, text("What is in image #1?"), two],
+            [text("Describe image #1."), one],
+            [one, two, text("Compare."), three, text("How many images are there?")],
         )
-        return Case(f"text between {turn}", [_user(*orders[turn])], stream=turn % 2 == 0)
+        return Case(f"text between {turn}", [user(*orders[turn])], stream=turn % 2 == 0)
 
     def _turns(self, turn: int) -> Case:
         """A conversation: pictures of earlier turns come again."""
@@ -92,17 +89,25 @@ class CaseMaker:
             f"conversation {turn}",
             [
                 {"role": "system", "content": "You are a helpful assistant."},
-                _user(one, _text(first.text)),
+                user(one, text(first.text)),
                 {"role": "assistant", "content": first.answer},
-                _user(two, _text(asked.text)),
+                user(two, text(asked.text)),
             ],
             asked.answer,
         )
 
 
-def _text(text: str) -> Part:
-    return {"type": "text", "text": text}
+def picture(rng: random.Random) -> tuple[shapes.Scene, Part]:
+    """A picture that was not there before, and what it shows."""
+    scene = shapes.random_scene(rng)
+    height, width = shapes.random_size(rng)
+    uri = shapes.data_uri(shapes.draw(scene, height, width, rng))
+    return scene, {"type": "image_url", "image_url": {"url": uri}}
 
 
-def _user(*parts: Part) -> dict[str, Any]:
+def text(words: str) -> Part:
+    return {"type": "text", "text": words}
+
+
+def user(*parts: Part) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}

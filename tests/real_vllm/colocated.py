@@ -25,7 +25,7 @@ async def main(model: str, name: str, port_file: Path, extra: list[str]) -> None
         "--served-model-name": name,
         "--max-num-seqs": "16",
         "--disable-log-stats": None,
-        "--limit-mm-per-prompt": '{"image": 64, "video": 0}',
+        "--limit-mm-per-prompt": '{"image": 64, "video": 8, "audio": 8}',
     }
     arguments = engine_arguments(role=role, extra=shlex.join(extra))
     engine, parsed = await launch(arguments, lambda phase: print(phase, flush=True))

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -347,6 +348,21 @@ async def test_damaged_embedding_is_encoded_again(house: House) -> None:
     house.orders.encoder = house.encode
     await house.until_right()
     assert house.counters["integrity_faults"] == 1
+    assert len(house.orders.ordered) == 1
+
+
+@pytest.mark.parametrize("changes", [{"metadata": {"image_grid_thw": [1, 2, 8]}}, {"rows": 5}])
+async def test_embedding_other_than_announced_is_encoded_again(
+    house: House, changes: dict[str, Any]
+) -> None:
+    epoch = await house.claimed_elsewhere()
+    await house.write()
+    head = header(house.key, house.data, house.fingerprint)
+    fields = {"metadata": head.metadata, "rows": head.rows} | changes
+    await house.states.finish(msgspec.structs.replace(house.event(epoch), **fields))
+    house.orders.encoder = house.encode
+    await house.until_right()
+    assert (house.counters["integrity_faults"], house.counters["lost"]) == (1, 1)
     assert len(house.orders.ordered) == 1
 
 

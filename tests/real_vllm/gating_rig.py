@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from rig_files import EVICTED, STEPS
 
 from epd_common.engines import AnswerHead, Placeholder
 from epd_common.store import Arena, EmbeddingHeader
@@ -42,11 +43,12 @@ ORDERS = {"first to last": (0, 1, 2), "last to first": (2, 1, 0), "mixed": (1, 2
 class Rig:
     """One PD engine and a store of real embeddings."""
 
-    def __init__(self, engine: VllmPdEngine, arena: Arena, made: list[Path], steps: Path) -> None:
+    def __init__(self, engine: VllmPdEngine, arena: Arena, made: list[Path], folder: Path) -> None:
         self.engine = engine
         self.arena = arena
         self.made = made
-        self.steps = steps
+        self.folder = folder
+        self.steps = folder / STEPS
         self.numbers = iter(range(10**6))
 
     def keys(self, *pictures: int) -> list[str]:
@@ -79,7 +81,7 @@ class Rig:
             parts.append({"type": "media_ref", "item": distinct.index(key)})
         parts.append({"type": "text", "text": "Describe image #1."})
         placeholders = [
-            Placeholder(key, self.header(pictures[list(keys).index(key)]).metadata)
+            Placeholder(key, "image", self.header(pictures[list(keys).index(key)]).metadata)
             for key in distinct
         ]
         body = {
@@ -260,17 +262,33 @@ async def unfit_files(rig: Rig) -> dict[str, Any]:
 
 
 async def evicted_while_in_use(rig: Rig) -> dict[str, Any]:
-    """The arena's name goes right after the pin: what was pinned stays readable."""
+    """The arena drops the file between the step's scheduling and its loading: the pin keeps it readable."""
     expected = await reference(rig, (0,), (0,))
     keys = rig.keys(0)
     asking = asyncio.create_task(rig.ask(f"evicted{next(rig.numbers)}", keys, (0,)))
-    data = rig.made[0].read_bytes()
-    other = rig.arena.staging / "published"
-    other.write_bytes(data)
-    (rig.arena.pins / keys[0]).hardlink_to(other)
-    other.unlink()
+    published = rig.folder / EVICTED / keys[0]
+    published.parent.mkdir()
+    published.write_bytes(rig.made[0].read_bytes())
+    (rig.arena.pins / keys[0]).hardlink_to(published)
     await rig.engine.wake()
-    return {"expected": expected, "answer": await asking}
+    answer = await asking
+    return {"expected": expected, "answer": answer, "evicted": not published.exists()}
+
+
+async def encoder_cache_reset(rig: Rig) -> dict[str, Any]:
+    """The engine forgets all embeddings while requests that were half prefilled wait for the rest."""
+    expected = await reference(rig, (0, 1), (0, 1))
+    keys = rig.keys(0, 1)
+    name = f"reset{next(rig.numbers)}"
+    asking = asyncio.create_task(rig.ask(name, keys, (0, 1)))
+    await rig.pin(keys[0], 0)
+    await rig.scheduled(name, 2)
+    await rig.engine.reset_encoder_cache()
+    await rig.pin(keys[1], 1)
+    answers = [await asking]
+    await rig.engine.reset_encoder_cache()
+    answers.append(await rig.ask(f"{name}-again", keys, (0, 1)))  # while its pins are still there
+    return {"expected": expected, "answers": answers}
 
 
 async def preempted(rig: Rig) -> dict[str, Any]:
@@ -304,14 +322,14 @@ SCENARIOS: dict[str, Callable[[Rig], Awaitable[dict[str, Any]]]] = {
     "stalled": stalled,
     "unfit_files": unfit_files,
     "evicted_while_in_use": evicted_while_in_use,
+    "encoder_cache_reset": encoder_cache_reset,
     "preempted": preempted,
 }
 
 
 async def main(model: str, folder: Path, scenarios: Sequence[str], extra: list[str]) -> None:
-    steps = folder / "steps.jsonl"
-    os.environ["EPD_TEST_STEPS"] = str(steps)
-    steps.unlink(missing_ok=True)
+    os.environ["EPD_TEST_STEPS"] = str(folder)
+    (folder / STEPS).unlink(missing_ok=True)
     arena = Arena(folder / "arena", quota_bytes=1 << 28, worker=f"rig-{os.getpid()}")
     arena.open()
     made = await _embeddings(model, folder, arena)
@@ -319,14 +337,14 @@ async def main(model: str, folder: Path, scenarios: Sequence[str], extra: list[s
         model=model,
         served="rig",
         revision="",
-        pins=arena.pins,
+        arena=arena,
         max_batch=SEQS,
         max_items=64,
         sleep_when_stalled=os.environ.get("EPD_TEST_POLLING") != "1",
         extra_arguments=shlex.join(["--scheduler-cls", "stepping.SteppingScheduler", *extra]),
     )
     await engine.start(_say)
-    rig = Rig(engine, arena, made, steps)
+    rig = Rig(engine, arena, made, folder)
     results = {}
     for name in scenarios:
         _say(name)

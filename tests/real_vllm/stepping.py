@@ -1,7 +1,7 @@
 """A scheduler that writes down each step, for tests of how prefill meets embeddings that arrive late.
 
-Given to the PD engine by ``--scheduler-cls stepping.SteppingScheduler``; the file is named by
-``EPD_TEST_STEPS``.
+Given to the PD engine by ``--scheduler-cls stepping.SteppingScheduler``; it writes ``STEPS`` in the folder
+named by ``EPD_TEST_STEPS``, and after each step deletes what it finds there in the folder ``EVICTED``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+
+from rig_files import EVICTED, STEPS
 
 from epd_vllm.scheduler import GatedScheduler
 
@@ -31,6 +33,9 @@ class SteppingScheduler(GatedScheduler):
                     for name, computed in before.items()
                 },
             }
-            with Path(os.environ["EPD_TEST_STEPS"]).open("a") as file:
+            folder = Path(os.environ["EPD_TEST_STEPS"])
+            with (folder / STEPS).open("a") as file:
                 file.write(json.dumps(step) + "\n")
+            for path in (folder / EVICTED).glob("*"):
+                path.unlink()
         return output

@@ -21,7 +21,14 @@ TEXT_SLOWDOWN = 1.5
 HICCUP_S = 0.010
 VARIANTS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     "default": (
-        ["arrival_orders", "shared_and_repeated", "stalled", "unfit_files", "evicted_while_in_use"],
+        [
+            "arrival_orders",
+            "shared_and_repeated",
+            "stalled",
+            "unfit_files",
+            "evicted_while_in_use",
+            "encoder_cache_reset",
+        ],
         [],
         {},
     ),
@@ -123,6 +130,12 @@ def check_unfit(result: dict[str, Any], variant: str) -> None:
 def check_evicted(result: dict[str, Any], variant: str) -> None:
     assert result["answer"] == result["expected"]
     assert result["answer"]["status"] == 200
+    assert result["evicted"]
+
+
+def check_reset(result: dict[str, Any], variant: str) -> None:
+    assert result["expected"]["status"] == 200
+    assert result["answers"] == [result["expected"]] * 2
 
 
 def check_preempted(result: dict[str, Any], variant: str) -> None:
@@ -137,5 +150,6 @@ CHECKS = {
     "stalled": check_stalled,
     "unfit_files": check_unfit,
     "evicted_while_in_use": check_evicted,
+    "encoder_cache_reset": check_reset,
     "preempted": check_preempted,
 }

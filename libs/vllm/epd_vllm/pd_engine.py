@@ -185,6 +185,11 @@ class VllmPdEngine:
             # The cheapest message there is: the abort of a request that nobody has.
             await self._engine.engine_core.abort_requests_async([_NOBODY])
 
+    async def reset_encoder_cache(self) -> None:
+        """Have the engine forget all embeddings, as after a change of the model's weights."""
+        if self._engine is not None:
+            await self._engine.reset_encoder_cache()
+
     async def stop(self) -> None:
         if self._engine is None:
             return

@@ -66,6 +66,12 @@ class Pins:
         self._headers.pop(key, None)
         self._arena.unpin(key)  # even without a header: one who was cancelled may have pinned it
 
+    async def forget(self, key: str) -> None:
+        """Delete an embedding that turned out to be wrong from every store that is read here."""
+        await self._arena.delete(key)
+        for store in self._remote:
+            await store.delete(key)
+
     async def _bring(self, key: str) -> EmbeddingHeader | None:
         if (header := await self._pin(key)) is not None:
             self._counters["arena_hits"] += 1

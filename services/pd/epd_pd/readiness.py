@@ -132,10 +132,12 @@ class Readiness:
                 arrivals.forecast(index, wait.claim.event.metadata)
             if wait.claim.state == "ready":
                 header = await self._pins.take(key)
-                if header is not None:
+                if header is not None and wait.announced(header):
                     taken.append(key)
                     self._note_redelivery(wait)
                     return header
+                if header is not None:
+                    await self._drop(wait, header)
                 self._counters["lost"] += 1
             situation = wait.situation(self._encoders_alive())
             arrivals.reasons[key] = wait.reason(situation)
@@ -200,6 +202,18 @@ class Readiness:
         if event.epoch < wait.claim.epoch:
             return await self._claim(wait, useless=0)
         return Claim("pending" if event.state == "sized" else event.state, event.epoch, event)
+
+    async def _drop(self, wait: Wait, header: EmbeddingHeader) -> None:
+        """Forget an embedding that is not the one that was announced."""
+        logger.warning(
+            "an embedding of %d rows with %s is not what was announced; dropped",
+            header.rows,
+            header.metadata,
+            extra=wait.fields(),
+        )
+        self._counters["integrity_faults"] += 1
+        self._pins.release(wait.item.key)
+        await self._pins.forget(wait.item.key)
 
     def _note_redelivery(self, wait: Wait) -> None:
         event = wait.claim.event

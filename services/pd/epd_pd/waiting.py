@@ -8,7 +8,7 @@ import time
 from epd_common.errors import DeadlineError, UpstreamError, from_status
 from epd_common.orders import OrderContext
 from epd_common.protocol import EmbeddingEvent, Item
-from epd_common.store import Claim
+from epd_common.store import Claim, EmbeddingHeader
 from epd_common.store.states import OTHERS_MAY_SUCCEED
 from epd_pd.rescue import Found, Situation
 
@@ -50,6 +50,13 @@ class Wait:
         if self.claim.state == "failed":
             return "refused" if is_final(self.claim.event) else "failed"
         return "pending"
+
+    def announced(self, header: EmbeddingHeader) -> bool:
+        """Whether an embedding has the rows and the metadata that its encoder announced."""
+        event = self.claim.event
+        if event is None or not event.rows:
+            return True
+        return (header.rows, header.metadata) == (event.rows, event.metadata)
 
     @property
     def trouble(self) -> str:

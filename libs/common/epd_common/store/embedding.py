@@ -15,11 +15,12 @@ import xxhash
 
 from epd_common.errors import EpdError
 
-MAGIC = b"EPDE1\n"
+MAGIC = b"EPDE2\n"
 HEADER_BYTES = 4096
 """Bytes before the payload; a page, so that the payload of a mapped file is aligned."""
 
-_PREFIX = struct.Struct(f"<{len(MAGIC)}sH")
+_PREFIX = struct.Struct(f"<{len(MAGIC)}sH8s")
+"""Magic, size of the header's body, and the body's xxh3-64: the payload's checksum does not cover it."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -63,7 +64,8 @@ def pack_header(header: EmbeddingHeader) -> bytes:
             f"the metadata of embedding {header.key} takes {len(body)} bytes, "
             f"a header holds {HEADER_BYTES - _PREFIX.size}"
         )
-    return (_PREFIX.pack(MAGIC, len(body)) + body).ljust(HEADER_BYTES, b"\0")
+    prefix = _PREFIX.pack(MAGIC, len(body), xxhash.xxh3_64_digest(body))
+    return (prefix + body).ljust(HEADER_BYTES, b"\0")
 
 
 def unpack_header(data: bytes | memoryview) -> EmbeddingHeader:
@@ -74,13 +76,14 @@ def unpack_header(data: bytes | memoryview) -> EmbeddingHeader:
     """
     if len(data) < HEADER_BYTES:
         raise IntegrityError(f"an embedding's header has {HEADER_BYTES} bytes, got {len(data)}")
-    magic, size = _PREFIX.unpack_from(data)
+    magic, size, right = _PREFIX.unpack_from(data)
     if magic != MAGIC or _PREFIX.size + size > HEADER_BYTES:
         raise IntegrityError("these bytes do not begin like an embedding of this version")
+    body = data[_PREFIX.size : _PREFIX.size + size]
+    if xxhash.xxh3_64_digest(body) != right:
+        raise IntegrityError("an embedding's header does not match its checksum")
     try:
-        header = msgspec.msgpack.decode(
-            data[_PREFIX.size : _PREFIX.size + size], type=EmbeddingHeader
-        )
+        header = msgspec.msgpack.decode(body, type=EmbeddingHeader)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise IntegrityError(f"an embedding's header is damaged: {error}") from error
     if header.dtype not in DTYPE_BYTES or header.rows < 1 or header.width < 1:

@@ -46,7 +46,7 @@ OLDEST, NEWEST = (3, 11), (3, 14)
 # torch is overridden below, so the resolver would otherwise take one for another torch.
 TORCH, TORCHVISION = "2.13.0", "0.28.0"
 # What vLLM asks for and the CPU build never calls; triton alone is 1 GB.
-NOT_ON_CPU = ("triton", "torchaudio", "torchcodec")
+NOT_ON_CPU = ("triton", "torchcodec")
 
 # How lines of uv's output begin.
 UV_PACKAGES = (" + ", " - ", " ~ ")

@@ -1,8 +1,9 @@
-"""A plain vLLM server: the same model and arguments in one process, with its vision tower.
+"""A plain vLLM server: the same model and arguments in one process, with its encoders.
 
     python colocated.py MODEL NAME PORT_FILE [ENGINE_ARGUMENT ...]
 
-What it answers is what epdflow's answers are compared with.
+What it answers is what epdflow's answers are compared with. An engine argument given here replaces
+the one below, such as --limit-mm-per-prompt.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import uvicorn
 from epd_vllm.launch import engine_arguments, launch
 from epd_vllm.openai_app import OpenAIApp
 
+LIMITS = '{"image": 64, "video": 8, "audio": 8}'
+"""A modality that the model lacks may stand here."""
+
 
 async def main(model: str, name: str, port_file: Path, extra: list[str]) -> None:
     role = {
@@ -25,7 +29,7 @@ async def main(model: str, name: str, port_file: Path, extra: list[str]) -> None
         "--served-model-name": name,
         "--max-num-seqs": "16",
         "--disable-log-stats": None,
-        "--limit-mm-per-prompt": '{"image": 64, "video": 8, "audio": 8}',
+        "--limit-mm-per-prompt": LIMITS,
     }
     arguments = engine_arguments(role=role, extra=shlex.join(extra))
     engine, parsed = await launch(arguments, lambda phase: print(phase, flush=True))

@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,6 +78,7 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
     if is_cpu:
         mend_torchvision()
+        mend_torchaudio()
     inherited = os.environ.get("PYTHONPATH", "")
     if CHILD_SITE not in inherited.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (CHILD_SITE, inherited)))
@@ -86,12 +88,13 @@ def prepare_child() -> None:
     """What each Python process that vLLM starts does first, before it imports anything of vLLM's.
 
     It ends with its parent: an engine whose service was killed would keep its memory for ever. And its
-    torchvision is mended, which it imports before any plug-in is loaded.
+    torchvision and torchaudio are mended, which it imports before any plug-in is loaded.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if vllm_version()[1]:
         mend_torchvision()
+        mend_torchaudio()
 
 
 def mend_torchvision() -> None:
@@ -134,3 +137,27 @@ class _TorchvisionMender(MetaPathFinder):
                     f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
                 )
             _TorchvisionMender.kept = library
+
+
+def mend_torchaudio() -> None:
+    """Have ``import torchaudio`` succeed beside a CPU build of torch, whenever it comes."""
+    if not any(isinstance(finder, _TorchaudioMender) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TorchaudioMender())
+
+
+class _TorchaudioMender(MetaPathFinder, Loader):
+    """Stands in for the module of torchaudio that loads its compiled operators.
+
+    The package index's torchaudio is a CUDA build as well. Beside a CPU torch its import fails, and
+    vLLM's with it; all that vLLM uses is the resampler, which is written in Python.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return spec_from_loader(name, self) if name == "torchaudio._extension" else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(
+            _IS_TORCHAUDIO_EXT_AVAILABLE=False, fail_if_no_align=lambda function: function
+        )

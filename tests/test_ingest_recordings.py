@@ -18,6 +18,9 @@ FILES: dict[str, tuple[Modality, bytes]] = {
     "audio/flac": ("audio", b"fLaC" + bytes(20)),
     "audio/ogg": ("audio", b"OggS" + bytes(20)),
     "audio/mpeg": ("audio", b"ID3\x04" + bytes(20)),
+    "audio/aac": ("audio", b"\xff\xf1\x50\x80" + bytes(20)),
+    "audio/mp4": ("audio", b"\x00\x00\x00\x20ftypM4A " + bytes(20)),
+    "audio/webm": ("audio", b"\x1aE\xdf\xa3" + bytes(20)),
 }
 
 

@@ -37,6 +37,9 @@ _KNOWN: dict[Modality, tuple[_Container, ...]] = {
         _container("audio/flac", rb"fLaC"),
         _container("audio/ogg", rb"OggS"),
         _container("audio/mpeg", rb"ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfb]"),
+        _container("audio/aac", rb"\xff[\xf0\xf1\xf8\xf9]"),
+        _container("audio/mp4", rb".{4}ftyp"),
+        _container("audio/webm", rb"\x1aE\xdf\xa3"),
     ),
 }
 # What senders call such files, beside the modality's own types.

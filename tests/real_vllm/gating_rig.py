@@ -24,11 +24,11 @@ from typing import Any
 
 import psutil
 from rig_files import EVICTED, STEPS
+from unfit import UNFIT
 
 from epd_common.engines import AnswerHead, Placeholder
 from epd_common.store import Arena, EmbeddingHeader
 from epd_common.store.arena import map_embedding
-from epd_common.store.embedding import pack_header
 from epd_vllm.encoder_engine import VllmEncoderEngine
 from epd_vllm.pd_engine import VllmPdEngine
 from models import shapes
@@ -212,36 +212,6 @@ async def stalled(rig: Rig) -> dict[str, Any]:
     }
 
 
-def _with_header(data: bytes, **changes: Any) -> bytes:
-    import msgspec
-
-    from epd_common.store.embedding import HEADER_BYTES, unpack_header
-
-    header = msgspec.structs.replace(unpack_header(data), **changes)
-    return pack_header(header) + data[HEADER_BYTES:]
-
-
-def _fewer_rows(data: bytes) -> bytes:
-    from epd_common.store.embedding import HEADER_BYTES, unpack_header
-
-    header = unpack_header(data)
-    whole = _with_header(data, rows=header.rows - 1)
-    row_bytes = header.payload_bytes // header.rows
-    assert len(whole) > HEADER_BYTES + row_bytes
-    return whole[:-row_bytes]
-
-
-UNFIT: dict[str, Callable[[bytes], bytes]] = {
-    "truncated": lambda data: data[:-100],
-    "shorter than its header": lambda data: data[:100],
-    "not an embedding": lambda data: b"x" * len(data),
-    "fewer rows": _fewer_rows,
-    "another width in the header": lambda data: _with_header(data, width=7),
-    "another dtype in the header": lambda data: _with_header(data, dtype="float16"),
-    "another model": lambda data: _with_header(data, fingerprint="f" * 64),
-}
-
-
 async def unfit_files(rig: Rig) -> dict[str, Any]:
     """Every kind of wrong file fails its own request, before and after others were prefilled."""
     expected = await reference(rig, (0, 1), (0, 1))
@@ -281,6 +251,7 @@ async def encoder_cache_reset(rig: Rig) -> dict[str, Any]:
     keys = rig.keys(0, 1)
     name = f"reset{next(rig.numbers)}"
     asking = asyncio.create_task(rig.ask(name, keys, (0, 1)))
+    await rig.scheduled(name, 1)
     await rig.pin(keys[0], 0)
     await rig.scheduled(name, 2)
     await rig.engine.reset_encoder_cache()

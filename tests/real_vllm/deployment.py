@@ -61,7 +61,7 @@ class Deployments:
             environment={"EPD_ENGINE_ARGS": " ".join(TOOL_ARGUMENTS)},
         )
         starting = asyncio.ensure_future(
-            self._context.enter_async_context(_colocated(model, name, self._folder))
+            self._context.enter_async_context(colocated_server(model, name, self._folder))
         )
         try:
             stack = await self._context.enter_async_context(run_stack(options, _printer()))
@@ -97,7 +97,8 @@ def _printer() -> object:
 
 
 @contextlib.asynccontextmanager
-async def _colocated(model: Path, name: str, folder: Path) -> AsyncIterator[str]:
+async def colocated_server(model: Path, name: str, folder: Path) -> AsyncIterator[str]:
+    """A plain vLLM server with the vision tower, by its URL; its log is in ``folder``."""
     port_file = folder / f"colocated-{name}.port"
     port_file.unlink(missing_ok=True)
     log_path = folder / f"colocated-{name}.log"

@@ -89,7 +89,9 @@ async def test_a_wrong_forecast_of_a_size_costs_another_beginning(small: Deploym
     before = await counters(small, "pd-1")
     async with frozen_encoder(small):
         asking = asyncio.create_task(ask(small.url, small.name, messages, stream=False))
-        await asyncio.sleep(0.5)  # its text is prefilled; no encoder has said how large the picture is
+        await asyncio.sleep(
+            0.5
+        )  # its text is prefilled; no encoder has said how large the picture is
     first = await asking
     after = await counters(small, "pd-1")
     assert after["wrong_forecasts"] - before.get("wrong_forecasts", 0) == 1

@@ -7,15 +7,10 @@ import importlib.metadata
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import spec_from_loader
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from epd_common.errors import EpdError
+from epd_vllm.cpu_build import mend_cpu_build
 
 SUPPORTED = ((0, 32), (0, 33))
 """First and last minor version of vLLM whose hooks this package was checked against."""
@@ -73,12 +68,7 @@ def prepare_environment() -> None:
 
     What the user set in the environment stays.
     """
-    _, is_cpu = vllm_version()
-    for name, value in (COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if is_cpu else {})).items():
-        os.environ.setdefault(name, value)
-    if is_cpu:
-        mend_torchvision()
-        mend_torchaudio()
+    _prepare_process()
     inherited = os.environ.get("PYTHONPATH", "")
     if CHILD_SITE not in inherited.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (CHILD_SITE, inherited)))
@@ -87,77 +77,18 @@ def prepare_environment() -> None:
 def prepare_child() -> None:
     """What each Python process that vLLM starts does first, before it imports anything of vLLM's.
 
-    It ends with its parent: an engine whose service was killed would keep its memory for ever. And its
-    torchvision and torchaudio are mended, which it imports before any plug-in is loaded.
+    It ends with its parent: an engine whose service was killed would keep its memory for ever. The rest it
+    has from its parent, unless that is a shell with ``CHILD_SITE`` on its ``PYTHONPATH``; but the CPU build
+    is mended in each process, as it imports torchvision before any plug-in is loaded.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if vllm_version()[1]:
-        mend_torchvision()
-        mend_torchaudio()
+    _prepare_process()
 
 
-def mend_torchvision() -> None:
-    """Have ``import torchvision`` succeed beside a CPU build of torch, whenever it comes."""
-    if "torchvision" not in sys.modules:
-        sys.meta_path.insert(0, _TorchvisionMender())
-
-
-class _TorchvisionMender(MetaPathFinder):
-    """Is asked when torchvision is first imported, mends, and leaves the finding to others.
-
-    The package index's torchvision is a CUDA build. Beside a CPU torch its compiled operators cannot
-    load, and then its import fails for want of two schemas that nothing here calls; transformers and
-    vLLM's Qwen2-VL need the import.
-    """
-
-    kept: Any = None  # torch forgets the schemas once their library object is collected
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name == "torchvision":
-            sys.meta_path.remove(self)
-            self._define_missing_operators()
-        return None
-
-    def _define_missing_operators(self) -> None:
-        import torch
-
-        spec = PathFinder.find_spec("torchvision")
-        folders = (spec.submodule_search_locations if spec else None) or ()
-        try:
-            for folder in folders:
-                for binary in Path(folder).glob("_C*.so"):
-                    torch.ops.load_library(str(binary))
-        except (ImportError, OSError):
-            library = torch.library.Library("torchvision", "FRAGMENT")
-            for operator in ("nms", "qnms"):
-                library.define(
-                    f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                )
-            _TorchvisionMender.kept = library
-
-
-def mend_torchaudio() -> None:
-    """Have ``import torchaudio`` succeed beside a CPU build of torch, whenever it comes."""
-    if not any(isinstance(finder, _TorchaudioMender) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _TorchaudioMender())
-
-
-class _TorchaudioMender(MetaPathFinder, Loader):
-    """Stands in for the module of torchaudio that loads its compiled operators.
-
-    The package index's torchaudio is a CUDA build as well. Beside a CPU torch its import fails, and
-    vLLM's with it; all that vLLM uses is the resampler, which is written in Python.
-    """
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        return spec_from_loader(name, self) if name == "torchaudio._extension" else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(
-            _IS_TORCHAUDIO_EXT_AVAILABLE=False, fail_if_no_align=lambda function: function
-        )
+def _prepare_process() -> None:
+    _, is_cpu = vllm_version()
+    for name, value in (COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if is_cpu else {})).items():
+        os.environ.setdefault(name, value)
+    if is_cpu:
+        mend_cpu_build()

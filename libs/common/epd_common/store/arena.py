@@ -116,14 +116,10 @@ class Arena:
         return await asyncio.to_thread(self._read_verified, key)
 
     async def contains(self, key: str) -> bool:
-        try:
-            os.utime(self._path(key))
-        except FileNotFoundError:
-            return False
-        return True
+        return self.touch(key)
 
     async def delete(self, key: str) -> None:
-        self._path(key).unlink(missing_ok=True)
+        self.discard(key)
 
     async def used_bytes(self) -> int:
         return sum(stat.st_size for _, stat in self._entries())
@@ -140,6 +136,18 @@ class Arena:
                 )
             file.write(pack_header(header))
         self._publish(staged, header)
+
+    def touch(self, key: str) -> bool:
+        """Whether it is published; renews its place in the order of eviction."""
+        try:
+            os.utime(self._path(key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def discard(self, key: str) -> None:
+        """Take back what is published under a key; who has it pinned keeps it."""
+        self._path(key).unlink(missing_ok=True)
 
     def hold(self, key: str) -> Path | None:
         """Link a published embedding so that no eviction takes it, out of the engine's sight.

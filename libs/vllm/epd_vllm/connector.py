@@ -28,7 +28,7 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
     collect_ec_item_metadata,
 )
 
-from epd_vllm.embedding_io import map_tensor, write_staged
+from epd_vllm.embedding_io import device, map_tensor, write_staged
 from epd_vllm.gate import Gate
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class EpdConnector(ECConnectorBase):
         for identifier in step.loads:
             if identifier not in encoder_cache:
                 tensor = map_tensor(self.gate.path(identifier))
-                encoder_cache[identifier] = tensor.to(_device())
+                encoder_cache[identifier] = tensor.to(device())
                 if (
                     identifier in step.saves
                 ):  # to be encoded for others, and pinned here for a request
@@ -133,12 +133,3 @@ def _consumes(request: NewRequestData) -> bool:
     """Whether a request waits for embeddings from elsewhere, rather than to be encoded."""
     arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
     return bool(arguments.get("ec_transfer_params"))
-
-
-def _device() -> torch.device:
-    """The device of this worker's rank."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cuda_alike():
-        return torch.device(current_platform.device_type, current_platform.current_device())
-    return torch.device(current_platform.device_type)

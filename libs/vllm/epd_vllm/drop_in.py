@@ -31,15 +31,14 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
     PlaceholderMetadataResolver,
     collect_ec_item_metadata,
 )
-from vllm.platforms import current_platform
 
 from epd_common.errors import EpdError
 from epd_common.store.arena import Arena
 from epd_common.store.embedding import IntegrityError
 from epd_vllm.arena_pins import ArenaPins, Fit, Holding
-from epd_vllm.embedding_io import map_tensor, seal, write_staged
+from epd_vllm.embedding_io import device, map_tensor, seal, write_staged
 from epd_vllm.fingerprint import model_fingerprint
-from epd_vllm.model import model_folder
+from epd_vllm.model import embedding_width, model_folder
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -264,13 +263,13 @@ class ArenaConnector(ECConnectorBase):
         """
         self._zeroed.discard(identifier)
         try:
-            return map_tensor(path).to(_device(), copy=True)
+            return map_tensor(path).to(device(), copy=True)
         except Exception:
             logger.exception("cannot load the embedding of item %r from %s", identifier, path)
         self._zeroed.add(identifier)
         self._failed.add(identifier)
         return torch.zeros(
-            rows, self._fit.width, dtype=getattr(torch, self._fit.dtype), device=_device()
+            rows, self._fit.width, dtype=getattr(torch, self._fit.dtype), device=device()
         )
 
     def build_connector_worker_meta(self) -> FailedLoads | None:
@@ -355,18 +354,9 @@ def _settings(config: VllmConfig) -> DropInSettings:
 
 def _fit(config: ModelConfig) -> Fit:
     """What the embeddings of a model look like, the same for its encoders and its consumers."""
-    vision = getattr(config.hf_config, "vision_config", None)
-    deepstack = getattr(vision, "deepstack_visual_indexes", None) or ()
-    width = config.get_inputs_embeds_size() * (1 + len(deepstack))
+    width = embedding_width(config)
     dtype = str(config.dtype).removeprefix("torch.")
     fingerprint = model_fingerprint(
         model_folder(config.model), revision=config.revision or "", dtype=dtype, width=width
     )
     return Fit(fingerprint, width, dtype)
-
-
-def _device() -> torch.device:
-    """The device of this worker's rank."""
-    if current_platform.is_cuda_alike():
-        return torch.device(current_platform.device_type, current_platform.current_device())
-    return torch.device(current_platform.device_type)

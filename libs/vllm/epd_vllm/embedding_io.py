@@ -37,6 +37,15 @@ def write_staged(folder: Path, name: str, tensor: torch.Tensor) -> None:
     os.rename(temporary, folder / name)
 
 
+def device() -> torch.device:
+    """The device of this worker's rank."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda_alike():
+        return torch.device(current_platform.device_type, current_platform.current_device())
+    return torch.device(current_platform.device_type)
+
+
 def map_tensor(path: Path) -> torch.Tensor:
     """Map an embedding as a tensor without copying it; the mapping lives as long as the tensor.
 

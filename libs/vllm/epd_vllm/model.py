@@ -14,6 +14,7 @@ from epd_vllm.fingerprint import model_fingerprint
 from epd_vllm.modalities import Modalities
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
@@ -68,7 +69,7 @@ def describe(
     return EngineInfo(
         model=served,
         fingerprint=model_fingerprint(
-            folder, revision=revision, dtype=dtype, width=_embedding_width(config.hf_config)
+            folder, revision=revision, dtype=dtype, width=embedding_width(config)
         ),
         modalities=modalities.all,
         raw_modalities=modalities.raw,
@@ -83,18 +84,12 @@ def describe(
     )
 
 
-def _embedding_width(config: Any) -> int:
-    """Values in one row of an embedding.
-
-    Qwen's towers say what they put out (Qwen2-VL's as ``hidden_size``), with a slice for each layer that
-    DeepStack taps; other models project into the language model's width.
-    """
-    vision = getattr(config, "vision_config", None)
-    width = getattr(vision, "out_hidden_size", 0)
-    if not width and config.model_type == "qwen2_vl":
-        width = vision.hidden_size if vision is not None else 0
-    width = width or config.get_text_config().hidden_size
-    return int(width) * (1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()))
+def embedding_width(config: ModelConfig) -> int:
+    """Values in one row of an embedding: the language model's width, and as many again for each layer of the
+    tower that DeepStack taps."""
+    vision = getattr(config.hf_config, "vision_config", None)
+    taps = getattr(vision, "deepstack_visual_indexes", None) or ()
+    return int(config.get_inputs_embeds_size()) * (1 + len(taps))
 
 
 def _special_tokens(tokenizer: Any) -> list[str]:

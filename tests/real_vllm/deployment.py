@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from epd_cli.server_process import dying_with_parent
@@ -16,7 +16,25 @@ from epd_cli.stack import Stack, StackOptions, StackView, run_stack
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_MODEL = ROOT / "models" / "shapes-qwen2vl"
 START_TIMEOUT_S = 420
+PATIENCE_S = 2.0
 TOOL_ARGUMENTS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How the services of a deployment are set up."""
+
+    encoders: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+SETUPS = {
+    "e+pd": Setup(),
+    "both": Setup(encoders=0),
+    "rescue": Setup(
+        environment={"EPD_LOCAL_ENCODE": "always", "EPD_ENCODE_PATIENCE_S": str(PATIENCE_S)}
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +42,7 @@ class Deployment:
     """Two servers of one model that must answer alike."""
 
     name: str
+    setup: str
     stack: Stack
     colocated_url: str
 
@@ -33,42 +52,53 @@ class Deployment:
 
 
 class Deployments:
-    """Starts deployments on demand, one model at a time, since each takes memory and minutes."""
+    """Starts deployments on demand, one at a time, since each takes memory and a minute."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._current: Deployment | None = None
-        self._context = contextlib.AsyncExitStack()
+        self._services = contextlib.AsyncExitStack()
+        self._colocated = contextlib.AsyncExitStack()
 
-    async def get(self, name: str) -> Deployment:
-        """The running deployment of a model, which replaces that of another."""
-        if self._current is None or self._current.name != name:
-            await self.stop()
-            self._current = await self._start(name)
+    async def get(self, name: str, setup: str = "e+pd") -> Deployment:
+        """The running deployment of a model, which replaces another one."""
+        current = self._current
+        if current is None or (current.name, current.setup) != (name, setup):
+            await self._services.aclose()
+            if current is not None and current.name != name:
+                await self._colocated.aclose()
+                current = None
+            self._current = None
+            url = current.colocated_url if current is not None else ""
+            self._current = await self._start(name, setup, url)
         return self._current
 
     async def stop(self) -> None:
         self._current = None
-        await self._context.aclose()
+        await self._services.aclose()
+        await self._colocated.aclose()
 
-    async def _start(self, name: str) -> Deployment:
+    async def _start(self, name: str, setup: str, colocated_url: str) -> Deployment:
+        """Start what is missing, at the same time; ``colocated_url`` is that of one that runs already."""
         model = await self._checkpoint(name)
         options = StackOptions(
             model=str(model),
             served_model=name,
+            encoders=SETUPS[setup].encoders,
             port=0,
             state_dir=self._folder / name,
-            environment={"EPD_ENGINE_ARGS": " ".join(TOOL_ARGUMENTS)},
+            environment={
+                "EPD_ENGINE_ARGS": " ".join(TOOL_ARGUMENTS),
+                **SETUPS[setup].environment,
+            },
         )
-        starting = asyncio.ensure_future(
-            self._context.enter_async_context(colocated_server(model, name, self._folder))
-        )
-        try:
-            stack = await self._context.enter_async_context(run_stack(options, _printer()))
-            return Deployment(name, stack, await starting)
-        except BaseException:
-            starting.cancel()
-            raise
+        async with asyncio.TaskGroup() as starting:
+            if not colocated_url:
+                server = colocated_server(model, name, self._folder)
+                colocated = starting.create_task(self._colocated.enter_async_context(server))
+            services = run_stack(options, _printer())
+            stack = starting.create_task(self._services.enter_async_context(services))
+        return Deployment(name, setup, stack.result(), colocated_url or colocated.result())
 
     async def _checkpoint(self, name: str) -> Path:
         """The trained model, or a random one that is built now."""

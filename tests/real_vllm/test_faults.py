@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import signal
 import time
-from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import msgspec
-import psutil
 import pytest
 from answers import ask
 from cases import picture, text, user
 from deployment import Deployment
+from services import counters, frozen_encoder
 from unfit import DAMAGED
 
-from epd_common.bus import Bus
 from epd_common.client import CHAT
-from epd_common.health import ask_health
 from epd_common.store import open_redis
 from models import shapes
 
@@ -46,12 +41,6 @@ class Question:
     async def right(self, deployment: Deployment) -> None:
         answer = await ask(deployment.url, deployment.name, self.messages, stream=False)
         assert answer.text == self.answer
-
-
-async def counters(deployment: Deployment, worker: str) -> dict[str, int]:
-    async with Bus(deployment.stack.nats_url, name="test") as bus:
-        health: Any = await ask_health(bus, worker)
-    return dict(health["counters"])
 
 
 @pytest.mark.parametrize("how", DAMAGED)
@@ -99,21 +88,6 @@ async def test_a_wrong_forecast_of_a_size_costs_another_beginning(small: Deploym
     assert (await counters(small, "pd-1"))["wrong_forecasts"] == after["wrong_forecasts"]
     theirs = await ask(small.colocated_url, small.name, messages, stream=False)
     assert first.ids == again.ids == theirs.ids
-
-
-@contextlib.asynccontextmanager
-async def frozen_encoder(deployment: Deployment) -> AsyncIterator[None]:
-    """An encoder that neither works nor dies."""
-    encoder = next(s for s in deployment.stack.services if s.role == "encoder")
-    processes = [psutil.Process(encoder.pid)]
-    processes += processes[0].children(recursive=True)
-    for process in processes:
-        process.suspend()
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.resume()
 
 
 async def ttft_s(deployment: Deployment, client: httpx.AsyncClient) -> float:

@@ -8,9 +8,8 @@ import random
 import pytest
 from answers import ask
 from deployment import Deployment
+from services import counters
 
-from epd_common.bus import Bus
-from epd_common.health import ask_health
 from epd_common.store import open_redis
 from models import shapes
 
@@ -19,11 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 async def encodes(deployment: Deployment) -> int:
     """How many pictures the encoder has encoded, by its own count."""
-    async with Bus(deployment.stack.nats_url, name="test") as bus:
-        health = await ask_health(bus, "encoder-1")
-    counters = health["counters"]
-    assert isinstance(counters, dict)
-    return int(counters.get("encoded", 0))
+    return (await counters(deployment, "encoder-1")).get("encoded", 0)
 
 
 def picture(rng: random.Random) -> tuple[shapes.Scene, dict[str, object]]:

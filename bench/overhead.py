@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 
 from epd_cli.brokers import embedded_brokers
 from epd_cli.processes import ServiceProcess
 from epd_common.bus import Bus, Registry
 from epd_common.client import CHAT
-from epd_common.engines import AnswerHead
-from epd_common.store import EmbeddingHeader
+from epd_common.engines import AnswerHead, Placeholder
+from epd_common.store import Arena
 from epd_common.store.arena import map_embedding
 from epd_pd.service import PdService
 from epd_pd.settings import PdSettings
@@ -131,7 +130,7 @@ class DirectCall:
 
     rig: Rig
     body: dict[str, Any]
-    headers: list[EmbeddingHeader] = field(default_factory=list)
+    placeholders: list[Placeholder] = field(default_factory=list)
     number: int = 0
 
     def pin(self, published: Path) -> None:
@@ -140,15 +139,15 @@ class DirectCall:
         pinned.hardlink_to(published)
         embedding = map_embedding(pinned)
         assert embedding is not None
-        self.headers = [msgspec.structs.replace(embedding.header, key=key)]
+        self.placeholders = [Placeholder(key, "image", embedding.header.metadata)]
 
     async def call(self) -> None:
         self.number += 1
         content = list(self.body["messages"][0]["content"])
-        if self.headers:
+        if self.placeholders:
             content[0] = {"type": "media_ref", "item": 0}
         body = self.body | {"messages": [{"role": "user", "content": content}]}
-        answer = self.rig.engine.answer(f"direct-{self.number}", CHAT, body, self.headers)
+        answer = self.rig.engine.answer(f"direct-{self.number}", CHAT, body, self.placeholders)
         async with contextlib.aclosing(answer):
             async for part in answer:
                 if isinstance(part, AnswerHead) and part.status != 200:
@@ -191,12 +190,12 @@ async def rig(model: str) -> AsyncIterator[Rig]:
         settings = PdSettings(worker_id="pd-1")
         engines: list[VllmPdEngine] = []
 
-        def make_engine(pins: Path) -> VllmPdEngine:
+        def make_engine(arena: Arena) -> VllmPdEngine:
             engine = VllmPdEngine(
                 model=model,
                 served=name,
                 revision="",
-                pins=pins,
+                arena=arena,
                 max_batch=settings.max_num_seqs,
                 max_items=settings.max_items,
             )

@@ -16,6 +16,7 @@ from typing import Any
 
 import nats.errors
 import pytest
+from nats.aio.msg import Msg
 
 from epd_cli.brokers import Brokers, embedded_brokers
 from epd_common.bus import (
@@ -152,6 +153,39 @@ def ack_wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 # -- the connection ------------------------------------------------------------------------------
+
+
+async def test_a_flush_that_is_cancelled_harms_nobody(nats_url: str) -> None:
+    """With the client's own flush the connection would read no more."""
+    seen = asyncio.Event()
+
+    async def note(_: Msg) -> None:
+        seen.set()
+
+    async with Bus(nats_url, name="test") as bus:
+        await bus.subscribe("test.flush.cancelled", note)
+        for turns in range(20):
+            flushing = asyncio.create_task(bus.flush())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            flushing.cancel()
+            await asyncio.wait((flushing,))
+        await bus.emit_bytes("test.flush.cancelled", b"x")
+        await asyncio.wait_for(seen.wait(), BOUND_S)
+
+
+async def test_flush_waits_for_subscriptions(nats_url: str) -> None:
+    async with Bus(nats_url, name="one") as one, Bus(nats_url, name="two") as two:
+        for number in range(50):
+            seen = asyncio.Event()
+
+            async def note(_: Msg, seen: asyncio.Event = seen) -> None:
+                seen.set()
+
+            await one.subscribe(f"test.flush.{number}", note)
+            await one.flush()
+            await two.emit_bytes(f"test.flush.{number}", b"x")
+            await asyncio.wait_for(seen.wait(), BOUND_S)
 
 
 async def test_connecting_to_nothing_ends_in_time_and_says_why(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
@@ -26,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
 PUBLISH_TIMEOUT_S = 5.0
+PING_INTERVAL_S, PINGS_MISSED = 5, 2
+"""A connection that answers no more is made anew after this many pings."""
+
 HEADER_ROOM_BYTES = 4096
 """Part of the payload limit kept free for headers, in bytes."""
 
@@ -50,6 +55,9 @@ class Bus:
         self.lost = asyncio.Event()
         """Set when the connection was closed for good and nobody asked for it: the process should end."""
         self._connected_once = False
+        self._marks: dict[int, asyncio.Future[None]] = {}
+        self._marks_subject = f"_INBOX.mark.{secrets.token_hex(12)}"
+        self._numbers = itertools.count()
         self.js: JetStreamContext = self._client.jetstream()
 
     @property
@@ -80,6 +88,8 @@ class Bus:
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=0.2,
                 connect_timeout=2,
+                ping_interval=PING_INTERVAL_S,
+                max_outstanding_pings=PINGS_MISSED,
                 allow_reconnect=True,
                 error_cb=self._on_error,
                 disconnected_cb=self._on_disconnect,
@@ -114,6 +124,7 @@ class Bus:
             await end(refused)
         self._connected_once = True
         self.js = self._client.jetstream(timeout=PUBLISH_TIMEOUT_S)
+        await self._client.subscribe(self._marks_subject, cb=self._on_mark)
         return self
 
     async def __aexit__(
@@ -185,11 +196,27 @@ class Bus:
         return await self._client.subscribe(subject, cb=handler, **limits)
 
     async def flush(self) -> None:
-        """Return when the server has seen all that was sent, subscriptions included."""
+        """Return when the server has seen all that was sent, subscriptions included.
+
+        A server handles what a connection sends in its order, so a message to oneself comes back when all
+        before it was handled. The client's own ``flush`` would do, if its connection did not stop reading for
+        good when the answer comes to a caller that was cancelled, or gave up, meanwhile.
+        """
+        number = next(self._numbers)
+        passed = self._marks[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._client.flush(timeout=int(PUBLISH_TIMEOUT_S))
+            async with asyncio.timeout(PUBLISH_TIMEOUT_S):
+                await self._client.publish(self._marks_subject, str(number).encode())
+                await passed
         except (nats.errors.Error, TimeoutError) as error:
             raise _unavailable(error) from error
+        finally:
+            del self._marks[number]
+
+    async def _on_mark(self, message: Msg) -> None:
+        passed = self._marks.get(int(message.data))
+        if passed is not None and not passed.done():
+            passed.set_result(None)
 
     async def _on_error(self, error: Exception) -> None:
         if self._refused.is_set():

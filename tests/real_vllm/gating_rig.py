@@ -9,137 +9,35 @@ encoder engine and kept in FOLDER; each scenario pins copies of them under keys 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
-import io
 import json
 import os
-import random
-import shlex
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-from rig_files import EVICTED, STEPS
 from unfit import UNFIT
 
-from epd_common.engines import AnswerHead, Placeholder
-from epd_common.store import Arena, EmbeddingHeader
-from epd_common.store.arena import map_embedding
-from epd_vllm.encoder_engine import VllmEncoderEngine
-from epd_vllm.pd_engine import VllmPdEngine
-from models import shapes
+from bench.engine_rig import Rig, engine_rig, say
+from bench.rig_files import EVICTED
 
-CHAT = "/v1/chat/completions"
-TEXT = "Look at these pictures, one after the other, and then tell me what you see in them. "
 SEQS = 4
 PREEMPTED_TOKENS = 300
 ORDERS = {"first to last": (0, 1, 2), "last to first": (2, 1, 0), "mixed": (1, 2, 0)}
 
 
-class Rig:
-    """One PD engine and a store of real embeddings."""
-
-    def __init__(self, engine: VllmPdEngine, arena: Arena, made: list[Path], folder: Path) -> None:
-        self.engine = engine
-        self.arena = arena
-        self.made = made
-        self.folder = folder
-        self.steps = folder / STEPS
-        self.numbers = iter(range(10**6))
-
-    def keys(self, *pictures: int) -> list[str]:
-        """Keys that nobody used before, one for each distinct picture."""
-        run = next(self.numbers)
-        return [hashlib.sha256(f"{run} {picture}".encode()).hexdigest() for picture in pictures]
-
-    def header(self, picture: int) -> EmbeddingHeader:
-        embedding = map_embedding(self.made[picture])
-        assert embedding is not None
-        return embedding.header
-
-    async def pin(
-        self, key: str, picture: int, change: Callable[[bytes], bytes] | None = None
-    ) -> None:
-        """What the service does when an embedding arrives: the file appears whole, then a wake."""
-        data = self.made[picture].read_bytes()
-        temporary = self.arena.staging / key
-        temporary.write_bytes(change(data) if change else data)
-        temporary.rename(self.arena.pins / key)
-        await self.engine.wake()
-
-    async def ask(
-        self, name: str, keys: Sequence[str], pictures: Sequence[int], **options: Any
-    ) -> dict[str, Any]:
-        """A request over pictures; ``keys[i]`` stands for ``pictures[i]``."""
-        parts: list[dict[str, Any]] = [{"type": "text", "text": TEXT}]
-        distinct = list(dict.fromkeys(keys))
-        for key in keys:
-            parts.append({"type": "media_ref", "item": distinct.index(key)})
-        parts.append({"type": "text", "text": "Describe image #1."})
-        placeholders = [
-            Placeholder(key, "image", self.header(pictures[list(keys).index(key)]).metadata)
-            for key in distinct
-        ]
-        body = {
-            "model": "rig",
-            "messages": [{"role": "user", "content": parts}],
-            "max_tokens": 12,
-            "temperature": 0,
-            "return_token_ids": True,
-            **options,
-        }
-        return await self._collect(name, body, placeholders)
-
-    async def text(self, name: str) -> float:
-        """Seconds that a text request takes."""
-        body = {
-            "model": "rig",
-            "messages": [{"role": "user", "content": "Hello."}],
-            "max_tokens": 1,
-        }
-        started = time.perf_counter()
-        answer = await self._collect(name, body, [])
-        assert answer["status"] == 200
-        return time.perf_counter() - started
-
-    async def _collect(
-        self, name: str, body: dict[str, Any], placeholders: list[Placeholder]
-    ) -> dict[str, Any]:
-        status, raw = 0, b""
-        async with contextlib.aclosing(
-            self.engine.answer(name, CHAT, body, placeholders)
-        ) as answer:
-            async for part in answer:
-                if isinstance(part, AnswerHead):
-                    status = part.status
-                else:
-                    raw += part
-        ids = json.loads(raw)["choices"][0]["token_ids"] if status == 200 else None
-        return {"status": status, "ids": ids}
-
-    async def scheduled(self, name: str, steps: int) -> None:
-        """Wait until a request has had so many steps."""
-        async with asyncio.timeout(20):
-            while len(self.steps_of(name)) < steps:  # noqa: ASYNC110 - a file in another process
-                await asyncio.sleep(0.005)
-
-    def steps_of(self, name: str) -> list[list[int]]:
-        """[tokens computed before, tokens scheduled] of each step of a request's prefill."""
-        found = []
-        lines = self.steps.read_text().splitlines() if self.steps.exists() else []
-        for line in lines:
-            for request, step in json.loads(line)["requests"].items():
-                if request.startswith(f"chatcmpl-{name}-"):
-                    found.append(step)
-        return found
-
-    def cpu_s(self) -> float:
-        children = psutil.Process().children(recursive=True)
-        return sum(sum(child.cpu_times()[:2]) for child in children)
+async def text(rig: Rig, name: str) -> float:
+    """Seconds that a text request takes."""
+    body = {
+        "model": "rig",
+        "messages": [{"role": "user", "content": "Hello."}],
+        "max_tokens": 1,
+    }
+    started = time.perf_counter()
+    answer = await rig.collect(name, body, [])
+    assert answer["status"] == 200
+    return time.perf_counter() - started
 
 
 async def reference(rig: Rig, pictures: Sequence[int], repeat: Sequence[int]) -> dict[str, Any]:
@@ -161,10 +59,10 @@ async def arrival_orders(rig: Rig) -> dict[str, Any]:
         keys = rig.keys(0, 1, 2)
         asking = asyncio.create_task(rig.ask(name, keys, (0, 1, 2)))
         await rig.scheduled(name, 1)
-        meanwhile = await rig.text(f"meanwhile-{name}")
+        meanwhile = await text(rig, f"meanwhile-{name}")
         for picture in order:
             await rig.pin(keys[picture], picture)
-            await rig.text(f"between{picture}-{name}-")
+            await text(rig, f"between{picture}-{name}-")
         found[title] = {
             "answer": await asking,
             "steps": rig.steps_of(name),
@@ -190,8 +88,8 @@ async def shared_and_repeated(rig: Rig) -> dict[str, Any]:
 
 async def stalled(rig: Rig) -> dict[str, Any]:
     """Requests for pictures that never come: what they cost others, and the engine's process."""
-    await rig.text("warm")
-    alone = sorted([await rig.text(f"alone{n}") for n in range(20)])
+    await text(rig, "warm")
+    alone = sorted([await text(rig, f"alone{n}") for n in range(20)])
     waiting = [
         asyncio.create_task(rig.ask(f"never{n}", rig.keys(0), (0,))) for n in range(SEQS - 1)
     ]
@@ -200,7 +98,7 @@ async def stalled(rig: Rig) -> dict[str, Any]:
     cpu, started = rig.cpu_s(), time.monotonic()
     await asyncio.sleep(2)
     idle = (rig.cpu_s() - cpu) / (time.monotonic() - started)
-    beside = sorted([await rig.text(f"beside{n}") for n in range(20)])
+    beside = sorted([await text(rig, f"beside{n}") for n in range(20)])
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
@@ -299,59 +197,21 @@ SCENARIOS: dict[str, Callable[[Rig], Awaitable[dict[str, Any]]]] = {
 
 
 async def main(model: str, folder: Path, scenarios: Sequence[str], extra: list[str]) -> None:
-    os.environ["EPD_TEST_STEPS"] = str(folder)
-    (folder / STEPS).unlink(missing_ok=True)
-    arena = Arena(folder / "arena", quota_bytes=1 << 28, worker=f"rig-{os.getpid()}")
-    arena.open()
-    made = await _embeddings(model, folder, arena)
-    engine = VllmPdEngine(
-        model=model,
-        served="rig",
-        revision="",
-        arena=arena,
-        max_batch=SEQS,
-        max_items=64,
-        sleep_when_stalled=os.environ.get("EPD_TEST_POLLING") != "1",
-        extra_arguments=shlex.join(["--scheduler-cls", "stepping.SteppingScheduler", *extra]),
-    )
-    await engine.start(_say)
-    rig = Rig(engine, arena, made, folder)
     results = {}
-    for name in scenarios:
-        _say(name)
-        results[name] = await SCENARIOS[name](rig)
-    print("RESULTS " + json.dumps(results | {"alive": engine.alive}))
-    await engine.stop()
-    arena.close()
-
-
-async def _embeddings(model: str, folder: Path, arena: Arena) -> list[Path]:
-    """Three pictures' embeddings, made by the real encoder the first time."""
-    made = [folder / f"{number}.embedding" for number in range(3)]
-    if all(path.exists() for path in made):
-        return made
-    encoder = VllmEncoderEngine(
-        model=model, served="rig", revision="", staging=arena.staging, max_batch=4
-    )
-    await encoder.start(_say)
-    rng = random.Random(9)
-    for number, path in enumerate(made):
-        buffer = io.BytesIO()
-        shapes.draw(shapes.random_scene(rng), 112, 140, rng).save(buffer, "PNG")
-        key = hashlib.sha256(str(number).encode()).hexdigest()
-        staged = await encoder.encode(key, buffer.getvalue(), "image", {}, _ignore)
-        arena.adopt(staged.path, staged.header)
-        path.write_bytes((folder / "arena" / "data" / key).read_bytes())
-    await encoder.stop()
-    return made
-
-
-async def _ignore(metadata: dict[str, Any]) -> None:
-    del metadata
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    polling = os.environ.get("EPD_TEST_POLLING") == "1"
+    async with engine_rig(
+        model,
+        folder,
+        pictures=3,
+        side=112,
+        seqs=SEQS,
+        sleep_when_stalled=not polling,
+        extra=extra,
+    ) as rig:
+        for name in scenarios:
+            say(name)
+            results[name] = await SCENARIOS[name](rig)
+        print("RESULTS " + json.dumps(results | {"alive": rig.engine.alive}))
 
 
 if __name__ == "__main__":

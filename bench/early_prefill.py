@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import platform
@@ -70,12 +71,14 @@ async def _measure(folder: Path, rounds: int, late_s: float, side: int) -> dict[
     command = ("-m", "models.tiny", "--arch", "qwen2_5_vl", "--out", str(model))
     await asyncio.to_thread(subprocess.run, [sys.executable, *command], cwd=ROOT, check=True)
     idle = {}
-    options = {"pictures": PICTURES, "side": side, "seqs": SEQS}
-    async with engine_rig(str(model), folder, **options, sleep_when_stalled=True) as rig:
+    started = functools.partial(
+        engine_rig, str(model), folder, pictures=PICTURES, side=side, seqs=SEQS
+    )
+    async with started(sleep_when_stalled=True) as rig:
         ttft = await _late_picture(rig, rounds, late_s)
         rows = sum(rig.header(picture).rows for picture in range(PICTURES))
         idle["sleeping"] = await _idle(rig)
-    async with engine_rig(str(model), folder, **options, sleep_when_stalled=False) as rig:
+    async with started(sleep_when_stalled=False) as rig:
         idle["polling"] = await _idle(rig)
     return {
         "ttft_ms": ttft | {"late_s": late_s, "picture_rows": rows},

@@ -27,6 +27,7 @@ from epd_common.engines import AnswerHead, Placeholder
 from epd_common.store import Arena, EmbeddingHeader
 from epd_common.store.arena import map_embedding
 from epd_vllm.encoder_engine import VllmEncoderEngine
+from epd_vllm.engine import EngineOptions
 from epd_vllm.pd_engine import VllmPdEngine
 from models import shapes
 
@@ -151,16 +152,17 @@ async def engine_rig(
     try:
         made = await _embeddings(model, folder, arena, pictures, side)
         engine = VllmPdEngine(
-            model=model,
-            served="rig",
-            revision="",
+            EngineOptions(
+                model=model,
+                served="rig",
+                max_batch=seqs,
+                extra_arguments=shlex.join(
+                    ["--scheduler-cls", "bench.stepping.SteppingScheduler", *extra]
+                ),
+            ),
             arena=arena,
-            max_batch=seqs,
             max_items=64,
             sleep_when_stalled=sleep_when_stalled,
-            extra_arguments=shlex.join(
-                ["--scheduler-cls", "bench.stepping.SteppingScheduler", *extra]
-            ),
         )
         await engine.start(say)
         try:
@@ -177,7 +179,7 @@ async def _embeddings(model: str, folder: Path, arena: Arena, count: int, side: 
     if all(path.exists() for path in made):
         return made
     encoder = VllmEncoderEngine(
-        model=model, served="rig", revision="", staging=arena.staging, max_batch=4
+        EngineOptions(model=model, served="rig", max_batch=4), staging=arena.staging
     )
     await encoder.start(say)
     rng = random.Random(9)

@@ -37,6 +37,7 @@ from epd_common.store import Arena
 from epd_common.store.arena import map_embedding
 from epd_pd.service import PdService
 from epd_pd.settings import PdSettings
+from epd_vllm.engine import EngineOptions
 from epd_vllm.pd_engine import VllmPdEngine
 from models import shapes
 
@@ -192,11 +193,8 @@ async def rig(model: str) -> AsyncIterator[Rig]:
 
         def make_engine(arena: Arena) -> VllmPdEngine:
             engine = VllmPdEngine(
-                model=model,
-                served=name,
-                revision="",
+                EngineOptions(model=model, served=name, max_batch=settings.max_num_seqs),
                 arena=arena,
-                max_batch=settings.max_num_seqs,
                 max_items=settings.max_items,
             )
             engines.append(engine)

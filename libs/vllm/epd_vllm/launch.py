@@ -108,3 +108,6 @@ async def shut_down(engine: AsyncLLM) -> None:
     if engine.output_handler is not None:
         await end(engine.output_handler)
     await asyncio.to_thread(engine.shutdown)
+    vars(engine)["shutdown"] = lambda: (
+        None
+    )  # its destructor would do it again, amid the interpreter's end

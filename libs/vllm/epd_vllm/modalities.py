@@ -30,14 +30,19 @@ class Modalities:
         return self.by_metadata + self.raw
 
 
-def modalities_of(config: ModelConfig) -> Modalities:
-    """The modalities of a model whose engine was or will be started with this configuration."""
+def modalities_of(config: ModelConfig, *, allowed: bool = False) -> Modalities:
+    """The modalities of a model whose engine was or will be started with this configuration.
+
+    Args:
+        allowed: Leave out those for which ``--limit-mm-per-prompt`` is 0.
+    """
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     if not config.is_multimodal_model:
         return Modalities((), ())
     info = MULTIMODAL_REGISTRY.create_processor(config).info
-    known = [name for name in get_args(Modality) if name in info.supported_mm_limits]
+    limits = info.allowed_mm_limits if allowed else info.supported_mm_limits
+    known = [name for name in get_args(Modality) if limits.get(name, 0) != 0]
     by_metadata = [name for name in known if info.data_parser.placeholder_metadata_fields(name)]
     return Modalities(tuple(by_metadata), tuple(name for name in known if name not in by_metadata))
 

@@ -10,31 +10,20 @@ import base64
 import io
 import json
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy
 
-from epd_common.engines import (
-    AnswerHead,
-    EngineInfo,
-    OnSized,
-    Placeholder,
-    Progress,
-    StagedEmbedding,
-)
+from epd_common.engines import AnswerHead, EngineInfo, Placeholder, Progress
 from epd_common.ingest.data_uri import make_data_uri
 from epd_common.store import Arena
 from epd_vllm.compat import vllm_version
+from epd_vllm.engine import EngineOptions, VllmEngine
 from epd_vllm.gate import managed_params
-from epd_vllm.item_encoder import ItemEncoder
-from epd_vllm.launch import engine_arguments, inspect, launch, shut_down
-from epd_vllm.model import describe, model_folder, needs_vision_tower
+from epd_vllm.launch import inspect
+from epd_vllm.model import model_folder, needs_vision_tower
 from epd_vllm.openai_app import OpenAIApp
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
 
 CACHE_MANAGER = "epd_vllm.cache_manager.GatedEncoderCacheManager"
 SCHEDULER = "epd_vllm.scheduler.GatedScheduler"
@@ -42,7 +31,7 @@ ASYNC_SCHEDULER = "epd_vllm.scheduler.GatedAsyncScheduler"
 _NOBODY = "epd-wake"
 
 
-class VllmPdEngine:
+class VllmPdEngine(VllmEngine):
     """Runs prefill and decode of a model; media reach its towers only by :meth:`encode`.
 
     Args:
@@ -50,113 +39,61 @@ class VllmPdEngine:
         max_items: Items of one request, at most.
         encode: Whether it shall encode items: ``loaded`` if the model keeps its tower in any case.
         sleep_when_stalled: Let the engine's process sleep while all its requests wait for embeddings.
-        extra_arguments: More engine arguments, as typed in a shell.
     """
 
     def __init__(
         self,
+        options: EngineOptions,
         *,
-        model: str,
-        served: str,
-        revision: str,
         arena: Arena,
-        max_batch: int,
         max_items: int,
         encode: Literal["never", "loaded", "always"] = "never",
         sleep_when_stalled: bool = True,
-        extra_arguments: str = "",
     ) -> None:
-        self._model = model
-        self._served = served
-        self._revision = revision
-        self._arena = arena
-        self._max_batch = max_batch
+        super().__init__(options, staging=arena.staging)
+        self._pins = arena.pins
         self._max_items = max_items
         self._encode = encode
         self._sleep_when_stalled = sleep_when_stalled
-        self._extra = extra_arguments
-        self._engine: AsyncLLM | None = None
         self._fingerprint = ""
         self._app: OpenAIApp | None = None
-        self._encoder: ItemEncoder | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self._engine is not None and not self._engine.errored
 
     async def start(self, progress: Progress) -> EngineInfo:
-        folder = await asyncio.to_thread(model_folder, self._model)
-        role: dict[str, str | None] = {
-            "--model": self._model,
-            "--served-model-name": self._served,
-        }
-        if self._revision:
-            role["--revision"] = self._revision
+        folder = await asyncio.to_thread(model_folder, self._options.model)
         progress("importing vLLM")
-        modalities = await inspect(engine_arguments(role=role, extra=self._extra))
+        modalities = await inspect(self._arguments({}))
         tower = self._encode == "always" or needs_vision_tower(folder)
         encodes = tower and self._encode != "never"
         # Towers are not loaded where the model can do without, and then no media can reach them either.
         limits = dict.fromkeys(modalities.by_metadata, self._max_items if tower else 0)
         limits |= dict.fromkeys(modalities.raw, self._max_items)
-        role |= {
-            "--max-num-seqs": str(self._max_batch),
-            "--disable-log-stats": None,
-            "--disable-uvicorn-access-log": None,
-            "--enable-mm-embeds": None,
-            "--limit-mm-per-prompt": json.dumps(limits),
-            # The processor's own cache takes an item that it knows for one whose pixels are not needed.
-            "--mm-processor-cache-gb": "0",
-            "--ec-transfer-config": json.dumps(
-                {
-                    "ec_connector": "EpdConnector",
-                    "ec_connector_module_path": "epd_vllm.connector",
-                    "ec_role": "ec_both" if encodes else "ec_consumer",
-                    "ec_connector_extra_config": {
-                        "pins": str(self._arena.pins),
-                        "staging": str(self._arena.staging),
-                        "sleep_when_stalled": self._sleep_when_stalled,
-                    },
-                }
-            ),
-            "--ec-manager-config": json.dumps({"encoder_cache_manager_cls": CACHE_MANAGER}),
-            "--scheduler-cls": SCHEDULER if vllm_version()[1] else ASYNC_SCHEDULER,
-        }
-        self._engine, parsed = await launch(
-            engine_arguments(role=role, extra=self._extra), progress
+        arguments = self._arguments(
+            {
+                "--disable-uvicorn-access-log": None,
+                "--enable-mm-embeds": None,
+                "--limit-mm-per-prompt": json.dumps(limits),
+                "--ec-transfer-config": json.dumps(
+                    {
+                        "ec_connector": "EpdConnector",
+                        "ec_connector_module_path": "epd_vllm.connector",
+                        "ec_role": "ec_both" if encodes else "ec_consumer",
+                        "ec_connector_extra_config": {
+                            "pins": str(self._pins),
+                            "staging": str(self._staging),
+                            "sleep_when_stalled": self._sleep_when_stalled,
+                        },
+                    }
+                ),
+                "--ec-manager-config": json.dumps({"encoder_cache_manager_cls": CACHE_MANAGER}),
+                "--scheduler-cls": SCHEDULER if vllm_version()[1] else ASYNC_SCHEDULER,
+            }
         )
-        self._app = await OpenAIApp.build(self._engine, parsed)
-        info = describe(
-            self._engine,
-            model=self._model,
-            served=self._served,
-            revision=self._revision,
-            modalities=modalities,
-            encodes=encodes,
-        )
+        engine, parsed = await self._launch(arguments, progress)
+        self._app = await OpenAIApp.build(engine, parsed)
+        info = await self._loaded(modalities, encodes=encodes)
         self._fingerprint = info.fingerprint
-        if encodes:
-            self._encoder = await asyncio.to_thread(
-                ItemEncoder,
-                self._engine,
-                fingerprint=info.fingerprint,
-                staging=self._arena.staging,
-                modalities=modalities.all,
-            )
         progress("ready")
         return info
-
-    async def encode(
-        self,
-        key: str,
-        data: bytes,
-        modality: str,
-        processor_args: dict[str, Any],
-        on_sized: OnSized,
-    ) -> StagedEmbedding:
-        if self._encoder is None:
-            raise RuntimeError("the engine was not started, or without its towers")
-        return await self._encoder.encode(key, data, modality, processor_args, on_sized)
 
     async def answer(
         self, request_id: str, route: str, body: dict[str, Any], placeholders: list[Placeholder]
@@ -191,12 +128,8 @@ class VllmPdEngine:
             await self._engine.reset_encoder_cache()
 
     async def stop(self) -> None:
-        if self._engine is None:
-            return
-        await shut_down(self._engine)
-        self._engine = None
         self._app = None
-        self._encoder = None
+        await super().stop()
 
 
 def put_placeholders(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 from epd_common.health import main_healthcheck
 from epd_common.lifecycle import run_service
@@ -14,15 +15,18 @@ from epd_encoder.settings import EncoderSettings
 async def serve(settings: EncoderSettings, stop: asyncio.Event) -> None:
     # Imported here, so that a mistake in the settings is told before vLLM's packages are loaded.
     from epd_vllm.encoder_engine import VllmEncoderEngine
+    from epd_vllm.engine import EngineOptions
 
-    def make_engine(staging: object) -> VllmEncoderEngine:
+    def make_engine(staging: Path) -> VllmEncoderEngine:
         return VllmEncoderEngine(
-            model=settings.model,
-            served=settings.model_name,
-            revision=settings.revision,
-            staging=staging,  # type: ignore[arg-type]
-            max_batch=settings.encoder_slots,
-            extra_arguments=settings.engine_args,
+            EngineOptions(
+                model=settings.model,
+                served=settings.model_name,
+                revision=settings.revision,
+                max_batch=settings.encoder_slots,
+                extra_arguments=settings.engine_args,
+            ),
+            staging=staging,
         )
 
     await EncoderService(settings, make_engine).run(stop)

@@ -14,19 +14,22 @@ from epd_pd.settings import PdSettings
 
 async def serve(settings: PdSettings, stop: asyncio.Event) -> None:
     # Imported here, so that a mistake in the settings is told before vLLM's packages are loaded.
+    from epd_vllm.engine import EngineOptions
     from epd_vllm.pd_engine import VllmPdEngine
 
     def make_engine(arena: Arena) -> VllmPdEngine:
         return VllmPdEngine(
-            model=settings.model,
-            served=settings.model_name,
-            revision=settings.revision,
+            EngineOptions(
+                model=settings.model,
+                served=settings.model_name,
+                revision=settings.revision,
+                max_batch=settings.max_num_seqs,
+                extra_arguments=settings.engine_args,
+            ),
             arena=arena,
-            encode="always" if settings.ec_role == "ec_both" else settings.local_encode,
-            max_batch=settings.max_num_seqs,
             max_items=settings.max_items,
+            encode="always" if settings.ec_role == "ec_both" else settings.local_encode,
             sleep_when_stalled=settings.sleep_when_stalled,
-            extra_arguments=settings.engine_args,
         )
 
     await PdService(settings, make_engine).run(stop)

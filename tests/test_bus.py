@@ -242,7 +242,7 @@ async def test_declaring_is_idempotent_and_may_be_done_at_once(own: Brokers, mod
     assert names[0] == [subjects.generate_consumer(model, lane) for lane in LANES]
     async with Bus(own.nats_url, name="test") as bus:
         found = {info.config.name for info in await bus.js.streams_info()}
-        assert found == {"EPD_ENCODE", "EPD_GENERATE", "EPD_DLQ", "KV_epd_workers"}
+        assert found == {"EPD_ENCODE", "EPD_GENERATE", "EPD_DLQ", "EPD_EXHAUSTED", "KV_epd_workers"}
         assert len(await bus.js.consumers_info("EPD_GENERATE")) == len(LANES)
 
 

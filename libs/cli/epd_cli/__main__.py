@@ -47,6 +47,12 @@ def _parser() -> argparse.ArgumentParser:
             _status,
             "Show the workers; exit code 1 if no model is ready.",
         ),
+        (
+            "dlq",
+            _dlq_arguments,
+            _dlq,
+            "Look at the jobs that were given up, and what to do with them.",
+        ),
         ("doctor", _broker_arguments, _doctor, "Check what this machine has, and the brokers."),
     ):
         command = commands.add_parser(
@@ -196,6 +202,39 @@ async def _status(arguments: argparse.Namespace) -> int:
 
     nats_url = arguments.nats or _brokers(arguments)[0]
     return await status(nats_url, as_json=arguments.json)
+
+
+def _dlq_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = actions.add_parser("list", help="all of them, the oldest first")
+    listing.add_argument("--json", action="store_true")
+    show = actions.add_parser("show", help="one, with its job")
+    show.add_argument("number", type=int, nargs=1)
+    requeue = actions.add_parser("requeue", help="have jobs done again")
+    requeue.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")
+    drop = actions.add_parser("drop", help="forget them")
+    for action in (requeue, drop):
+        which = action.add_mutually_exclusive_group(required=True)
+        which.add_argument("number", type=int, nargs="*", default=[])
+        which.add_argument("--all", action="store_true")
+    for action in (listing, show, requeue, drop):
+        _broker_arguments(action)
+
+
+async def _dlq(arguments: argparse.Namespace) -> int:
+    from epd_cli import dlq
+
+    nats_url = arguments.nats or _brokers(arguments)[0]
+    match arguments.action:
+        case "list":
+            return await dlq.list_letters(nats_url, as_json=arguments.json)
+        case "show":
+            return await dlq.show_letter(nats_url, arguments.number[0])
+        case "requeue":
+            numbers = arguments.number
+            return await dlq.requeue_letters(nats_url, numbers, timeout_s=arguments.timeout)
+        case _:
+            return await dlq.drop_letters(nats_url, arguments.number)
 
 
 async def _doctor(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from epd_common.bus.exhausted import burying_exhausted
 from epd_common.encode import EncodeHandler
 from epd_common.engines import EncoderEngine
 from epd_common.worker import connect
@@ -34,5 +35,8 @@ class EncoderService:
             stack.push_async_callback(engine.stop)
             info = await parts.worker.load(engine, takes_encodes=True)
             handler = EncodeHandler(parts.encoding(engine, info), parts.worker.counters)
+            await stack.enter_async_context(
+                burying_exhausted(parts.bus, "encode", handler.exhausted)
+            )
             puller = await parts.pull(stack, "encode", slots=settings.encoder_slots)
             await parts.worker.work([(puller, handler.handle)], stop)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from epd_common.bus import Bus, Delivery
+from epd_common.bus.streams import MAX_DELIVERIES
 from epd_common.engines import AnswerHead, EngineInfo, PdEngine
 from epd_common.errors import (
     BadRequestError,
@@ -34,7 +35,7 @@ from epd_pd.arrivals import Arrivals, ForecastError
 from epd_pd.cancels import Cancels
 from epd_pd.frames import FrameWriter
 from epd_pd.readiness import Readiness
-from epd_pd.salvage import check_job, writer_for_malformed
+from epd_pd.salvage import check_job, writer_for_undone
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ class GenerateHandler:
         except ProtocolError as error:
             self._counters["malformed"] += 1
             logger.error("malformed generate job: %s", error)
-            writer = writer_for_malformed(self._bus, delivery, self._worker)
+            writer = writer_for_undone(
+                self._bus, delivery.data, attempt=delivery.attempt, worker=self._worker
+            )
             if writer is not None:
                 await writer.error(error)
             await delivery.give_up(error)
@@ -113,6 +116,12 @@ class GenerateHandler:
                 await self._until_cancelled(job, delivery, writer)
         finally:
             del self._running[job.request_id]
+
+    async def exhausted(self, data: bytes, error: EpdError) -> None:
+        """Tell the requester that nobody answers this any more."""
+        writer = writer_for_undone(self._bus, data, attempt=MAX_DELIVERIES + 1, worker=self._worker)
+        if writer is not None:
+            await writer.error(error)
 
     async def _until_cancelled(
         self, job: GenerateJob, delivery: Delivery, writer: FrameWriter

@@ -7,7 +7,7 @@ import re
 
 import msgspec
 
-from epd_common.bus import Bus, Delivery
+from epd_common.bus import Bus
 from epd_common.protocol import GenerateJob, ProtocolError
 from epd_pd.frames import FrameWriter
 
@@ -51,10 +51,10 @@ def check_job(job: GenerateJob, model: str) -> None:
         raise ProtocolError(f"'model' is {job.model[:80]!r}, but this queue is that of {model!r}")
 
 
-def writer_for_malformed(bus: Bus, delivery: Delivery, worker: str) -> FrameWriter | None:
-    """A writer to the inbox that the malformed job names; None if it names none."""
+def writer_for_undone(bus: Bus, data: bytes, *, attempt: int, worker: str) -> FrameWriter | None:
+    """A writer to the inbox that a job names, however malformed the rest is; None if it names none."""
     try:
-        address = msgspec.msgpack.decode(delivery.data, type=_Address)
+        address = msgspec.msgpack.decode(data, type=_Address)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     if not is_inbox(address.inbox):
@@ -63,6 +63,6 @@ def writer_for_malformed(bus: Bus, delivery: Delivery, worker: str) -> FrameWrit
         bus,
         inbox=address.inbox,
         request_id=address.request_id,
-        attempt=delivery.attempt,
+        attempt=attempt,
         worker=worker,
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from epd_common.bus import Registry
+from epd_common.bus.exhausted import burying_exhausted
 from epd_common.encode import EncodeHandler
 from epd_common.engines import PdEngine
 from epd_common.ingest import Ingest, PictureChecker
@@ -73,9 +74,16 @@ class PdService:
                 deadline_s=settings.deadline_s,
                 counters=counters,
             )
+            await stack.enter_async_context(
+                burying_exhausted(parts.bus, "generate", handler.exhausted)
+            )
             generate = await parts.pull(stack, "generate", slots=settings.pd_slots)
             queues = [(generate, handler.handle)]
             if takes_encodes:
+                encodes = EncodeHandler(encoding, counters)
+                await stack.enter_async_context(
+                    burying_exhausted(parts.bus, "encode", encodes.exhausted)
+                )
                 encode = await parts.pull(stack, "encode", slots=settings.encoder_slots)
-                queues.append((encode, EncodeHandler(encoding, counters).handle))
+                queues.append((encode, encodes.handle))
             await parts.worker.work(queues, stop)

@@ -27,6 +27,19 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = ACK_WAIT_S / 4
 
 
+async def bury(bus: Bus, letter: DeadLetter, *, sequence: int) -> None:
+    """Put a letter into the dead-letter stream; the same job twice is one letter.
+
+    Args:
+        sequence: The job's number in its stream.
+    """
+    if len(encode(letter)) > bus.max_payload_bytes:
+        letter = msgspec.structs.replace(letter, payload=b"")
+    await bus.store(
+        subjects.dlq_subject(letter.stage), letter, message_id=f"{letter.stage}-{sequence}"
+    )
+
+
 class Delivery:
     """One delivered job. ``ack``, ``retry`` and ``give_up`` each settle it; the first one wins.
 
@@ -86,11 +99,7 @@ class Delivery:
             at=time.time(),
             payload=self.data,
         )
-        if len(encode(letter)) > self._bus.max_payload_bytes:
-            letter = msgspec.structs.replace(letter, payload=b"")
-        await self._bus.store(
-            subjects.dlq_subject(self._stage), letter, message_id=f"{self._stage}-{self.sequence}"
-        )
+        await bury(self._bus, letter, sequence=self.sequence)
         await self._settle(self._message.term)
 
     async def _settle(self, action: Callable[[], Awaitable[None]]) -> None:

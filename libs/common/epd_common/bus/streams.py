@@ -18,7 +18,7 @@ from nats.js.api import (
     StorageType,
     StreamConfig,
 )
-from nats.js.errors import BadRequestError, NotFoundError
+from nats.js.errors import APIError, BadRequestError, NotFoundError
 
 from epd_common.bus.connection import Bus
 from epd_common.protocol import subjects
@@ -34,6 +34,7 @@ JOB_MAX_AGE_S = 3600.0
 DUPLICATE_WINDOW_S = 120.0
 DLQ_MAX_MESSAGES = 10_000
 DLQ_MAX_AGE_S = 7 * 24 * 3600.0
+_NO_MESSAGE, _SEQUENCE_NOT_FOUND = 10037, 10057  # JetStream's error codes
 WORKERS_TTL_S = 60.0
 """A record nobody renews leaves the bucket after this; readers go by the heartbeat, sooner."""
 
@@ -41,6 +42,13 @@ STREAMS: dict[Stage, str] = {
     "encode": subjects.ENCODE_STREAM,
     "generate": subjects.GENERATE_STREAM,
 }
+
+EXHAUSTED_STREAM = "EPD_EXHAUSTED"
+ADVISORY_SUBJECTS: dict[Stage, str] = {
+    stage: f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{stream}.>"
+    for stage, stream in STREAMS.items()
+}
+"""Where the server says that it delivers a job of a stage no more."""
 
 
 async def declare_streams(bus: Bus, *, max_jobs: int, replicas: int = 1) -> None:
@@ -69,6 +77,18 @@ async def declare_streams(bus: Bus, *, max_jobs: int, replicas: int = 1) -> None
             storage=StorageType.FILE,
             max_msgs=DLQ_MAX_MESSAGES,
             max_age=DLQ_MAX_AGE_S,
+            num_replicas=replicas,
+        ),
+    )
+    await _declare_stream(
+        bus.js,
+        StreamConfig(
+            name=EXHAUSTED_STREAM,
+            subjects=list(ADVISORY_SUBJECTS.values()),
+            retention=RetentionPolicy.WORK_QUEUE,
+            storage=StorageType.FILE,
+            max_msgs=max_jobs,
+            max_age=JOB_MAX_AGE_S,
             num_replicas=replicas,
         ),
     )
@@ -104,6 +124,15 @@ async def declare_consumers(bus: Bus, stage: Stage, model: str) -> list[str]:
         )
         names.append(name)
     return names
+
+
+async def delete_message(bus: Bus, stream: str, number: int) -> None:
+    """Delete one message of a stream; one that is gone is fine."""
+    try:
+        await bus.js.delete_msg(stream, number)
+    except APIError as error:
+        if error.err_code not in (_NO_MESSAGE, _SEQUENCE_NOT_FOUND):
+            raise
 
 
 async def _declare_stream(js: JetStreamContext, config: StreamConfig) -> None:

@@ -50,6 +50,14 @@ class EncodeHandler:
                 await self._encoding.announce(event)
             await delivery.ack()
 
+    async def exhausted(self, data: bytes, error: EpdError) -> None:
+        """Tell who waits that nobody encodes this any more."""
+        try:
+            job = decode(data, EncodeJob)
+        except ProtocolError:
+            return
+        await self._encoding.announce(self._encoding.failure(job, error))
+
     async def _failed(self, job: EncodeJob, delivery: Delivery, error: EpdError) -> None:
         fields = {"key": job.key, "request_id": job.request_id, "attempt": delivery.attempt}
         error = await self._encoding.judge(job, error)

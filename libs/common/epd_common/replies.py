@@ -20,6 +20,7 @@ from epd_common.errors import DeadlineError, EpdError, UpstreamError, from_statu
 from epd_common.protocol import (
     Cancel,
     ProtocolError,
+    ReplayRequest,
     ReplyData,
     ReplyEnd,
     ReplyError,
@@ -29,11 +30,21 @@ from epd_common.protocol import (
     subjects,
 )
 from epd_common.protocol.replies import ReplyFrame
+from epd_common.tasks import end
 
 logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 16 << 20
 """Bytes of one reply that may wait for a slow reader; above it the request is given up."""
+
+LOOK_S = 0.25
+"""Seconds between looks for frames that are missing."""
+
+SILENCE_S = 5.0
+"""A reply from which nothing came for so long may have lost its last frames."""
+
+ASKED_TIMES = 8
+"""A gap is asked for so often before the request is given up; the time between grows to ``SILENCE_S``."""
 
 
 class Reply:
@@ -51,6 +62,10 @@ class Reply:
         self._arrived = asyncio.Event()
         self._attempt = 0
         self._expected = 0
+        self._early: dict[int, ReplyFrame] = {}
+        """Frames that came before one that is missing, by number."""
+        self._asked = 0
+        self._ask_at = time.monotonic() + SILENCE_S
         self._started = False
         self._failure: EpdError | None = None
         self.finished = False
@@ -113,21 +128,18 @@ class Reply:
             return
         if frame.attempt > self._attempt:
             self._begin_attempt(frame.attempt)
-        if frame.seq < self._expected:
+        if frame.seq < self._expected or frame.seq in self._early:
             return
-        if frame.seq > self._expected:
-            self._fail(
-                UpstreamError(
-                    f"frames {self._expected} to {frame.seq - 1} of the answer were lost on the bus",
-                    code="reply_gap",
-                    stage="generate",
-                )
-            )
-            return
-        self._expected += 1
-        self._frames.append(frame)
+        if not self._early:
+            self._asked, self._ask_at = 0, time.monotonic() + SILENCE_S
+        if frame.seq > self._expected and not self._early:
+            self._ask_at = time.monotonic()
+        self._early[frame.seq] = frame
         if isinstance(frame, ReplyData):
             self._buffered += len(frame.data)
+        while (following := self._early.pop(self._expected, None)) is not None:
+            self._expected += 1
+            self._frames.append(following)
         if self._buffered > BUFFER_BYTES:
             self._fail(
                 UpstreamError(
@@ -150,9 +162,32 @@ class Reply:
             )
             return
         self._frames.clear()
+        self._early.clear()
         self._buffered = 0
         self._attempt = attempt
         self._expected = 0
+
+    def suspect(self) -> None:
+        """Frames may have been lost: the connection was another one meanwhile."""
+        self._ask_at = time.monotonic()
+
+    def missing(self) -> ReplayRequest | None:
+        """What to ask the PD worker for now, if anything."""
+        if not self.submitted or self.finished or self.given_up or time.monotonic() < self._ask_at:
+            return None
+        if self._early and self._asked >= ASKED_TIMES:
+            self._fail(
+                UpstreamError(
+                    f"frames {self._expected} to {min(self._early) - 1} of the answer were lost on the bus",
+                    code="reply_gap",
+                    stage="generate",
+                )
+            )
+            return None
+        pause_s = min(SILENCE_S, LOOK_S * 2**self._asked) if self._early else SILENCE_S
+        self._asked += 1
+        self._ask_at = time.monotonic() + pause_s
+        return ReplayRequest(request_id=self.request_id, attempt=self._attempt, seq=self._expected)
 
     def _fail(self, error: EpdError) -> None:
         self._failure = error
@@ -199,10 +234,12 @@ class ReplyHub:
         self._prefix = bus.client.new_inbox()
         self._replies: dict[str, Reply] = {}
         self._subscription: Subscription | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._subscription = await self._bus.subscribe(f"{self._prefix}.*", self._on_frame)
         await self._bus.flush()
+        self._looking = asyncio.create_task(self._look(), name="look for lost frames")
         return self
 
     async def __aexit__(
@@ -211,9 +248,33 @@ class ReplyHub:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._looking is not None:
+            await end(self._looking)
         if self._subscription is not None:
             with contextlib.suppress(nats.errors.Error):
                 await self._subscription.unsubscribe()
+
+    async def _look(self) -> None:
+        """Ask for frames that are missing, and whether any are, after the broker was away."""
+        connection = self._bus.reconnects
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._bus.reconnects != connection:
+                connection = self._bus.reconnects
+                for reply in self._replies.values():
+                    reply.suspect()
+            for reply in list(self._replies.values()):
+                asked = reply.missing()
+                if asked is not None:
+                    with contextlib.suppress(EpdError):  # the next look asks again
+                        await self._bus.emit(subjects.replay_subject(reply.request_id), asked)
+                elif reply.given_up and reply.submitted:
+                    await self._give_up(reply)
+
+    async def _give_up(self, reply: Reply) -> None:
+        """Whoever works on it may stop."""
+        self.forget(reply)
+        await self.cancel(reply.request_id, "the requester lost the answer")
 
     @property
     def open_replies(self) -> int:
@@ -247,4 +308,4 @@ class ReplyHub:
         except ProtocolError as error:
             logger.warning("dropping a frame: %s", error, extra={"request_id": reply.request_id})
         if reply.given_up:
-            await self.cancel(reply.request_id, "the requester lost the answer")
+            await self._give_up(reply)

@@ -6,7 +6,8 @@ from typing import Any
 
 from epd_common.bus import Bus
 from epd_common.errors import EpdError
-from epd_common.protocol import ReplyData, ReplyEnd, ReplyError, ReplyHead
+from epd_common.protocol import ReplyData, ReplyEnd, ReplyError, ReplyHead, encode
+from epd_pd.replays import Replays
 
 
 class FrameWriter:
@@ -14,10 +15,21 @@ class FrameWriter:
 
     Args:
         inbox: Subject of the requester; empty if nobody wants the answer.
+        replays: Keeps what was sent, for requesters that missed some of it.
     """
 
-    def __init__(self, bus: Bus, *, inbox: str, request_id: str, attempt: int, worker: str) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        inbox: str,
+        request_id: str,
+        attempt: int,
+        worker: str,
+        replays: Replays | None = None,
+    ) -> None:
         self._bus = bus
+        self._replays = replays
         self._inbox = inbox
         self._request_id = request_id
         self._attempt = attempt
@@ -66,5 +78,11 @@ class FrameWriter:
         return {"request_id": self._request_id, "attempt": self._attempt, "seq": seq}
 
     async def _send(self, frame: ReplyHead | ReplyData | ReplyEnd | ReplyError) -> None:
-        if self._inbox:
-            await self._bus.emit(self._inbox, frame)
+        if not self._inbox:
+            return
+        data = encode(frame)
+        if self._replays is not None:
+            if frame.seq == 0:
+                self._replays.begin(self._request_id, self._inbox, self._attempt)
+            self._replays.note(self._request_id, data)
+        await self._bus.emit_bytes(self._inbox, data)

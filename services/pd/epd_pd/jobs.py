@@ -35,6 +35,7 @@ from epd_pd.arrivals import Arrivals, ForecastError
 from epd_pd.cancels import Cancels
 from epd_pd.frames import FrameWriter
 from epd_pd.readiness import Readiness
+from epd_pd.replays import Replays
 from epd_pd.salvage import check_job, writer_for_undone
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class GenerateHandler:
         readiness: Readiness,
         admission: Admission,
         cancels: Cancels,
+        replays: Replays,
         worker: str,
         deadline_s: float,
         counters: Counter[str],
@@ -73,6 +75,7 @@ class GenerateHandler:
         self._readiness = readiness
         self._admission = admission
         self._cancels = cancels
+        self._replays = replays
         self._worker = worker
         self._deadline_s = deadline_s
         self._counters = counters
@@ -95,16 +98,9 @@ class GenerateHandler:
             return
         if not job.deadline:  # nothing waits without bound
             job = msgspec.structs.replace(job, deadline=time.time() + self._deadline_s)
-        writer = FrameWriter(
-            self._bus,
-            inbox=job.inbox,
-            request_id=job.request_id,
-            attempt=delivery.attempt,
-            worker=self._worker,
-        )
         if (running := self._running.get(job.request_id)) is not None:
             if running != delivery.sequence:
-                await writer.error(
+                await self._writer(job, delivery, None).error(
                     ConflictError(f"a request with the id {job.request_id} is running already")
                 )
                 await delivery.ack()
@@ -113,9 +109,20 @@ class GenerateHandler:
         self._running[job.request_id] = delivery.sequence
         try:
             async with delivery:
+                writer = self._writer(job, delivery, self._replays)
                 await self._until_cancelled(job, delivery, writer)
         finally:
             del self._running[job.request_id]
+
+    def _writer(self, job: GenerateJob, delivery: Delivery, replays: Replays | None) -> FrameWriter:
+        return FrameWriter(
+            self._bus,
+            inbox=job.inbox,
+            request_id=job.request_id,
+            attempt=delivery.attempt,
+            worker=self._worker,
+            replays=replays,
+        )
 
     async def exhausted(self, data: bytes, error: EpdError) -> None:
         """Tell the requester that nobody answers this any more."""

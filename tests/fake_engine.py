@@ -61,7 +61,8 @@ def answer_text(text: str, *pictures: bytes) -> str:
     return " ".join([*(tag(data) for data in pictures), text])
 
 
-def _info(model: str, fingerprint: str, *, encodes: bool = True) -> EngineInfo:
+def engine_info(model: str, fingerprint: str, *, encodes: bool = True) -> EngineInfo:
+    """What the engines here say of themselves."""
     return EngineInfo(
         model=model,
         fingerprint=fingerprint,
@@ -70,6 +71,8 @@ def _info(model: str, fingerprint: str, *, encodes: bool = True) -> EngineInfo:
         max_model_len=MAX_MODEL_LEN,
         special_tokens=SPECIAL_TOKENS,
         encodes=encodes,
+        width=WIDTH,
+        dtype="float16",
         versions={"fake": "1"},
     )
 
@@ -79,7 +82,7 @@ class FakeEncoderEngine:
     ``UpstreamError``; ``refuse`` is a picture that cannot be encoded; ``die`` ends the engine."""
 
     def __init__(self, model: str, fingerprint: str, staging: Path) -> None:
-        self._info = _info(model, fingerprint)
+        self._info = engine_info(model, fingerprint)
         self._staging = staging
         self._numbers = itertools.count()
         self._dead = asyncio.Event()
@@ -140,7 +143,7 @@ class FakePdEngine:
     """
 
     def __init__(self, model: str, fingerprint: str, arena: Arena, *, encodes: bool) -> None:
-        self._info = _info(model, fingerprint, encodes=encodes)
+        self._info = engine_info(model, fingerprint, encodes=encodes)
         self._pins = arena.pins
         self.tower = FakeEncoderEngine(model, fingerprint, arena.staging)
         self._dead = asyncio.Event()

@@ -139,7 +139,8 @@ class FakePdEngine:
 
     Switches: ``tower`` encodes, if it was told to; ``gate`` holds answers between their first piece and the
     rest while it is clear; ``status`` makes every answer an error of that status; ``padding`` is put behind
-    every answer; ``crash`` raises something that no engine should; ``die`` ends the engine.
+    every answer; ``refuses`` are metadata that it makes no prompt of; ``crash`` raises something that no
+    engine should; ``die`` ends the engine.
     """
 
     def __init__(self, model: str, fingerprint: str, arena: Arena, *, encodes: bool) -> None:
@@ -151,6 +152,7 @@ class FakePdEngine:
         self.gate.set()
         self._woken = asyncio.Event()
         self.status = 200
+        self.refuses: dict[str, Any] | None = None
         self.padding = ""
         self.crash = False
         self.running: set[str] = set()
@@ -189,6 +191,11 @@ class FakePdEngine:
                 error = {"error": {"message": "the engine refuses", "code": "engine_says_no"}}
                 yield AnswerHead(self.status, "application/json")
                 yield json.dumps(error).encode()
+                done = True
+                return
+            if any(item.metadata == self.refuses for item in placeholders):
+                yield AnswerHead(400, "application/json")
+                yield b'{"error": {"message": "no such prompt"}}'
                 done = True
                 return
             await self._prefill(placeholders)

@@ -127,12 +127,10 @@ def _check_video(data: bytes) -> None:
         capture = OpenCVVideoBackendMixin.open_video_capture(data)
     except Exception as error:
         raise _invalid("video", str(error)[:200] or type(error).__name__) from error
-    try:
-        frames = capture.get(cv2.CAP_PROP_FRAME_COUNT)
-        width = capture.get(cv2.CAP_PROP_FRAME_WIDTH)
-        height = capture.get(cv2.CAP_PROP_FRAME_HEIGHT)
-    finally:
-        capture.release()
+    # Not released by hand: that drops the reference to the data without Python's lock, and ends the process.
+    frames = capture.get(cv2.CAP_PROP_FRAME_COUNT)
+    width = capture.get(cv2.CAP_PROP_FRAME_WIDTH)
+    height = capture.get(cv2.CAP_PROP_FRAME_HEIGHT)
     pixels = min(max(frames, 1), MAX_SAMPLED) * width * height
     if pixels > MAX_VIDEO_PIXELS:
         raise _invalid(

@@ -61,7 +61,8 @@ def answer_text(text: str, *pictures: bytes) -> str:
     return " ".join([*(tag(data) for data in pictures), text])
 
 
-def _info(model: str, fingerprint: str, *, encodes: bool = True) -> EngineInfo:
+def engine_info(model: str, fingerprint: str, *, encodes: bool = True) -> EngineInfo:
+    """What the engines here say of themselves."""
     return EngineInfo(
         model=model,
         fingerprint=fingerprint,
@@ -70,6 +71,8 @@ def _info(model: str, fingerprint: str, *, encodes: bool = True) -> EngineInfo:
         max_model_len=MAX_MODEL_LEN,
         special_tokens=SPECIAL_TOKENS,
         encodes=encodes,
+        width=WIDTH,
+        dtype="float16",
         versions={"fake": "1"},
     )
 
@@ -79,7 +82,7 @@ class FakeEncoderEngine:
     ``UpstreamError``; ``refuse`` is a picture that cannot be encoded; ``die`` ends the engine."""
 
     def __init__(self, model: str, fingerprint: str, staging: Path) -> None:
-        self._info = _info(model, fingerprint)
+        self._info = engine_info(model, fingerprint)
         self._staging = staging
         self._numbers = itertools.count()
         self._dead = asyncio.Event()
@@ -136,11 +139,12 @@ class FakePdEngine:
 
     Switches: ``tower`` encodes, if it was told to; ``gate`` holds answers between their first piece and the
     rest while it is clear; ``status`` makes every answer an error of that status; ``padding`` is put behind
-    every answer; ``crash`` raises something that no engine should; ``die`` ends the engine.
+    every answer; ``refuses`` are metadata that it makes no prompt of; ``crash`` raises something that no
+    engine should; ``die`` ends the engine.
     """
 
     def __init__(self, model: str, fingerprint: str, arena: Arena, *, encodes: bool) -> None:
-        self._info = _info(model, fingerprint, encodes=encodes)
+        self._info = engine_info(model, fingerprint, encodes=encodes)
         self._pins = arena.pins
         self.tower = FakeEncoderEngine(model, fingerprint, arena.staging)
         self._dead = asyncio.Event()
@@ -148,6 +152,7 @@ class FakePdEngine:
         self.gate.set()
         self._woken = asyncio.Event()
         self.status = 200
+        self.refuses: dict[str, Any] | None = None
         self.padding = ""
         self.crash = False
         self.running: set[str] = set()
@@ -186,6 +191,11 @@ class FakePdEngine:
                 error = {"error": {"message": "the engine refuses", "code": "engine_says_no"}}
                 yield AnswerHead(self.status, "application/json")
                 yield json.dumps(error).encode()
+                done = True
+                return
+            if any(item.metadata == self.refuses for item in placeholders):
+                yield AnswerHead(400, "application/json")
+                yield b'{"error": {"message": "no such prompt"}}'
                 done = True
                 return
             await self._prefill(placeholders)

@@ -43,7 +43,7 @@ from epd_common.protocol.codec import encode
 from epd_common.protocol.keys import digest
 from epd_common.replies import Reply, ReplyHub
 from epd_common.store import KeyStates, SizeTable, StoreFullError
-from fake_engine import answer_text
+from fake_engine import answer_text, tag
 from service_stack import (
     BOUND_S,
     CHAT,
@@ -51,6 +51,7 @@ from service_stack import (
     Worker,
     bare_stack,
     eventually,
+    image_part,
     picture,
     service_stack,
     stream_text,
@@ -429,6 +430,29 @@ async def test_direct_job_that_cannot_be_answered(
     assert (frame.status, frame.code) == (status, code)
     if status == 504:
         assert frame.stage == "queue"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"image_grid_thw": [1, 130, 130]}, {}, {"image_grid_thw": "x"}, {"image_grid_thw": [-1]}, []],
+)
+async def test_a_wrong_forecast_is_never_the_answer(stack: ServiceStack, wrong: Any) -> None:
+    """Not even where the engine refuses the prompt that was made of it."""
+    (pd,), (encoder,) = stack.pds, stack.encoders
+    pd.engine.refuses = wrong or None
+    encoder.engine.gate.clear()
+    encoder.engine.sizes = False
+    one = picture()
+    table = f"epd:v1:sizes:{stack.fingerprint}"
+    await stack.redis.hset(table, "image:8x8:{}", msgspec.msgpack.encode(wrong))
+    early = "a text that is long enough to be worth a step of the engine's before the picture"
+    content = [{"type": "text", "text": early}, image_part(one)]
+    body = {"model": stack.model, "messages": [{"role": "user", "content": content}]}
+    asking = asyncio.create_task(stack.http.post(CHAT, json=body))
+    await asyncio.sleep(0.3)
+    assert not asking.done()
+    encoder.engine.gate.set()
+    assert text_of(await asking) == f"{early}{tag(one)} "
 
 
 async def test_deadline_while_the_picture_is_encoded(stack: ServiceStack) -> None:

@@ -294,3 +294,31 @@ def test_a_prompt_with_pictures_is_not_truncated() -> None:
     with pytest.raises(BadRequestError) as caught:
         run(CHAT, body | {"truncate_prompt_tokens": 5})
     assert caught.value.param == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize(
+    ("args", "param"),
+    [
+        ({"min_pixels": (1 << 20) + 1}, "mm_processor_kwargs.min_pixels"),
+        ({"max_pixels": (1 << 24) + 1}, "mm_processor_kwargs.max_pixels"),
+        ({"size": {"shortest_edge": (1 << 20) + 1}}, "mm_processor_kwargs.size.shortest_edge"),
+        ({"size": {"longest_edge": 10**9}}, "mm_processor_kwargs.size.longest_edge"),
+        ({"min_pixels": 0}, "mm_processor_kwargs.min_pixels"),
+    ],
+)
+def test_sizes_that_would_take_all_memory(args: dict[str, Any], param: str) -> None:
+    """A picture of one pixel is blown up to the least size that is asked for."""
+    with pytest.raises(BadRequestError) as caught:
+        run(CHAT, chat(IMAGE, mm_processor_kwargs=args))
+    assert caught.value.param == param
+
+
+def test_the_largest_sizes_pass() -> None:
+    args = {"min_pixels": 1 << 20, "size": {"shortest_edge": 1 << 20, "longest_edge": 1 << 24}}
+    assert run(CHAT, chat(IMAGE, mm_processor_kwargs=args)).processor_args == args
+
+
+def test_input_audio_as_a_data_uri() -> None:
+    uri = "data:audio/wav;base64,AAAA"
+    [media] = run(CHAT, chat({"type": "input_audio", "input_audio": {"data": uri}})).parts
+    assert media.source == UrlSource(uri)

@@ -466,3 +466,17 @@ async def test_what_the_model_does_not_take_is_refused_before_it_is_loaded(
     assert store.fetched == []
     with pytest.raises(BadRequestError, match=r"takes text alone"):
         await prepare(ingest, body, modalities=())
+
+
+async def test_videos_and_sound_take_no_processor_arguments(ingest: Ingest, store: Store) -> None:
+    clip = {"type": "video_url", "video_url": {"url": data_uri(MP4, "video/mp4")}}
+    with pytest.raises(BadRequestError, match="video input") as caught:
+        await prepare(
+            ingest, chat(image(data_uri(RED)), clip, mm_processor_kwargs={"max_pixels": 9})
+        )
+    assert caught.value.param == "mm_processor_kwargs"
+    item = raw(MP4, modality="video", processor_args={"max_pixels": 9})
+    with pytest.raises(BadRequestError) as caught:
+        await prepare(ingest, chat(ref(0)), item)
+    assert caught.value.param == "items[0].processor_args"
+    assert store.puts == []

@@ -40,7 +40,7 @@ from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
 from epd_pd.readiness import Readiness
 from epd_pd.rescue import RescuePolicy
-from fake_engine import header, payload
+from fake_engine import engine_info, header, payload
 from service_stack import eventually
 
 NEVER_S = 60.0
@@ -74,11 +74,15 @@ class HookedOrders(Orders):
         self.encoder: Callable[[int], Awaitable[None]] | None = None
 
     async def claim(
-        self, items: Sequence[Item], *, useless: Mapping[str, int] | None = None
+        self,
+        items: Sequence[Item],
+        *,
+        useless: Mapping[str, int] | None = None,
+        rescue: bool = False,
     ) -> list[Claim]:
         if self.before:
             await self.before.pop(0)()
-        claims = await super().claim(items, useless=useless)
+        claims = await super().claim(items, useless=useless, rescue=rescue)
         self.claims.extend(claims)
         if self.after:
             await self.after.pop(0)()
@@ -111,7 +115,8 @@ class House:
         self.sizes = SizeTable(redis, self.fingerprint)
         self.local: LocalEncode | None = None
         self.encoders = True
-        self.pins = Pins(arena, [self.store], fingerprint=self.fingerprint, counters=self.counters)
+        info = engine_info("m", self.fingerprint)
+        self.pins = Pins(arena, [self.store], info=info, counters=self.counters)
 
     @property
     def item(self) -> Item:

@@ -17,7 +17,13 @@ from service_stack import ServiceStack, bare_stack, eventually, picture, text_of
 POLICY = RescuePolicy(attempts=3, patience_s=2.0, deadline_s=10.0, encodes_here=True)
 HELPLESS = replace(POLICY, encodes_here=False)
 NOW = Situation(
-    found="pending", orders=1, waited_s=0.5, total_s=0.5, encoders=True, tried_here=False
+    found="pending",
+    orders=1,
+    waited_s=0.5,
+    total_s=0.5,
+    encoders=True,
+    taken_over=False,
+    tried_here=False,
 )
 
 
@@ -28,6 +34,9 @@ NOW = Situation(
         (POLICY, {"waited_s": 2.0}, Step.ENCODE_HERE),
         (POLICY, {"encoders": False}, Step.ENCODE_HERE),
         (POLICY, {"encoders": False, "tried_here": True}, Step.WAIT),
+        (POLICY, {"encoders": False, "taken_over": True}, Step.WAIT),
+        (POLICY, {"encoders": False, "taken_over": True, "waited_s": 2.0}, Step.ENCODE_HERE),
+        (POLICY, {"encoders": False, "found": "lost"}, Step.ENCODE_HERE),
         (POLICY, {"waited_s": 9.0, "tried_here": True}, Step.WAIT),
         (HELPLESS, {"waited_s": 9.0, "encoders": False}, Step.WAIT),
         (HELPLESS, {"total_s": 10.0}, Step.GIVE_UP),
@@ -177,6 +186,54 @@ async def test_one_of_two_that_wait_encodes(bare: ServiceStack) -> None:
     for n, response in enumerate(await asyncio.gather(*asking)):
         assert text_of(response) == answer_text(f"{n}", one)
     assert len(towers[0].encoded) + len(towers[1].encoded) == 1
+
+
+async def test_of_many_that_wait_without_encoders_one_encodes(bare: ServiceStack) -> None:
+    await rescuing(bare, encoders=0, recheck_s=0.05)
+    await bare.add_pd(arena="another node", local_encode="always", recheck_s=0.05)
+    await bare.ready()
+    towers = [pd.engine.tower for pd in bare.pds]
+    for tower in towers:
+        tower.gate.clear()
+    one = picture()
+    first = [asyncio.create_task(bare.ask(f"{n}", one)) for n in range(16)]
+    await eventually(lambda: bool(towers[0].encoded or towers[1].encoded), "one began")
+    later = [asyncio.create_task(bare.ask(f"{n}", one)) for n in range(16, 32)]
+    await asyncio.sleep(0.3)  # several looks of each at the state
+    for tower in towers:
+        tower.gate.set()
+    for n, response in enumerate(await asyncio.gather(*first, *later)):
+        assert text_of(response) == answer_text(f"{n}", one)
+    assert len(towers[0].encoded) + len(towers[1].encoded) == 1
+    taken = [(await bare.counters(pd)).get("encoded_here", 0) for pd in bare.pds]
+    assert sum(taken) == 1
+
+
+async def test_a_rescue_that_hangs_ends_by_the_items_deadline(bare: ServiceStack) -> None:
+    pd = await rescuing(bare, encoders=0, encode_deadline_s=0.6)
+    pd.engine.tower.gate.clear()
+    one = picture()
+    response = await bare.ask("x", one)
+    assert response.status_code == 504
+    assert response.json()["error"]["key"] == bare.key(one)
+    pd.engine.tower.gate.set()
+    again = picture()
+    assert text_of(await bare.ask("y", again)) == answer_text("y", again)
+
+
+async def test_an_item_that_ends_processes_is_given_up(bare: ServiceStack) -> None:
+    """Beginnings without an end are left by processes that were killed."""
+    await rescuing(bare)
+    (encoder,) = bare.encoders
+    one = picture()
+    await bare.redis.set(f"epd:v1:begun:{bare.key(one)}", 3)
+    response = await bare.ask("x", one)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "media_kills_engine"
+    assert encoder.engine.encoded == bare.pds[0].engine.tower.encoded == []
+    two = picture()
+    assert text_of(await bare.ask("y", two)) == answer_text("y", two)
+    assert await bare.redis.get(f"epd:v1:begun:{bare.key(two)}") is None
 
 
 async def test_an_item_that_nobody_encodes_ends_its_request_with_504(bare: ServiceStack) -> None:

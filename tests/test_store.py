@@ -36,6 +36,7 @@ from epd_common.store.embedding import (
     payload_checksum,
     unpack_header,
 )
+from epd_common.store.redis_client import MAX_CONNECTIONS
 from epd_common.store.redis_store import CHUNK_BYTES
 
 WIDTH = 256
@@ -625,3 +626,20 @@ async def test_what_is_held_is_not_in_the_engines_sight_until_exposed(arena: Are
     arena.expose(key)
     arena.unpin(key)
     assert list(arena.pins.iterdir()) == []
+
+
+async def test_a_name_that_is_no_file_holds_nobody_up(root: Path) -> None:
+    """A pipe would keep its reader waiting for a writer."""
+    arena = Arena(root, quota_bytes=1 << 20, worker="w")
+    arena.open()
+    key = "a" * 64
+    os.mkfifo(root / "data" / key)
+    assert await asyncio.wait_for(arena.get(key), 5) is None
+    arena.close()
+
+
+async def test_a_burst_waits_for_connections(redis_url: str) -> None:
+    async with open_redis(redis_url) as redis:
+        await asyncio.gather(*(redis.ping() for _ in range(1000)))
+        connected = await redis.client_list()
+        assert len(connected) <= MAX_CONNECTIONS + 16  # other tests have some

@@ -25,12 +25,15 @@ class Setup:
     """How the services of a deployment are set up."""
 
     encoders: int = 1
+    engine: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
 
+LITTLE_MEMORY = ("--max-model-len", "1024", "--num-gpu-blocks-override", "10")
 SETUPS = {
     "e+pd": Setup(),
     "both": Setup(encoders=0),
+    "both, little memory": Setup(encoders=0, engine=LITTLE_MEMORY),
     "rescue": Setup(
         environment={"EPD_LOCAL_ENCODE": "always", "EPD_ENCODE_PATIENCE_S": str(PATIENCE_S)}
     ),
@@ -88,7 +91,7 @@ class Deployments:
             port=0,
             state_dir=self._folder / name,
             environment={
-                "EPD_ENGINE_ARGS": " ".join(TOOL_ARGUMENTS),
+                "EPD_ENGINE_ARGS": " ".join((*TOOL_ARGUMENTS, *SETUPS[setup].engine)),
                 **SETUPS[setup].environment,
             },
         )

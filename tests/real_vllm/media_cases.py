@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import struct
 from collections.abc import Iterator
 
 from cases import Case, Part, picture, text, user
@@ -16,7 +18,25 @@ def video(seed: int, *, frames: int = 16, fps: float = 4.0, width: int = 112) ->
 
 
 def sound(seed: int, seconds: float = 1.0, rate: int = 16_000) -> Part:
-    return {"type": "audio_url", "audio_url": {"url": audio_uri(audio_bytes(seed, seconds, rate))}}
+    return sound_of(audio_bytes(seed, seconds, rate))
+
+
+def sound_of(data: bytes) -> Part:
+    return {"type": "audio_url", "audio_url": {"url": audio_uri(data)}}
+
+
+def at_rate(wav: bytes, rate: int) -> bytes:
+    """The same samples, said to be of another rate in Hz."""
+    return wav[:24] + rate.to_bytes(4, "little") + wav[28:]
+
+
+def not_finite() -> bytes:
+    """A WAV of 32-bit floats that are no numbers."""
+    samples = struct.pack("<f", math.nan) * 16_000
+    form = struct.pack("<HHIIHH", 3, 1, 16_000, 64_000, 4, 32)
+    chunks = b"WAVEfmt " + struct.pack("<I", len(form)) + form
+    chunks += b"data" + struct.pack("<I", len(samples)) + samples
+    return b"RIFF" + struct.pack("<I", len(chunks)) + chunks
 
 
 def input_audio(seed: int) -> Part:

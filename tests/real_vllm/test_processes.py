@@ -51,3 +51,9 @@ async def test_a_killed_encoder_takes_its_engine_with_it_and_can_be_started_agai
     answer = await ask(small.url, small.name, [{"role": "user", "content": content}], stream=False)
     assert answer.text == question.answer
     assert answer.headers["x-epd-items"] == "encoded"
+
+
+async def test_services_go_on_logging_when_their_engine_is_loaded(small: Deployment) -> None:
+    """vLLM's application would have the root logger tell errors alone."""
+    (pd,) = (s for s in small.stack.services if s.role == "pd")
+    assert "pd is ready" in pd.log_path.read_text()

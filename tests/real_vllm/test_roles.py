@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
@@ -45,6 +46,36 @@ async def test_one_process_encodes_and_decodes(deployments: Deployments) -> None
         path.unlink()
     assert await same_as_colocated(deployment, seed=41, count=8) > 0  # written again
     assert list((deployment.stack.arena / "staging" / "pd-1").iterdir()) == []
+
+
+LONG_TEXT = "Look at this picture closely, as there will be a question about it afterwards. " * 20
+
+
+async def test_what_waits_inside_makes_way_for_the_encode_it_waits_for(
+    deployments: Deployments,
+) -> None:
+    """Requests that entered early hold nearly all of the KV cache, and their pictures are encoded there."""
+    deployment = await deployments.get(SMALL_MODEL.name, "both, little memory")
+    rng = random.Random(46)
+
+    def question() -> dict[str, object]:
+        uri = shapes.data_uri(shapes.draw(shapes.random_scene(rng), 112, 140, rng))
+        part = {"type": "image_url", "image_url": {"url": uri}}
+        content = [text(LONG_TEXT), part, text("What is in image #1?")]
+        messages = [{"role": "user", "content": content}]
+        return {"model": deployment.name, "messages": messages, "max_tokens": 8}
+
+    hello = {"model": deployment.name, "messages": [user(text("Hello."))], "max_tokens": 4}
+    async with httpx.AsyncClient(base_url=deployment.url, timeout=60) as client:
+        assert (
+            await client.post(CHAT, json=question())
+        ).status_code == 200  # its size is known now
+        for _ in range(3):
+            bodies = [*(question() for _ in range(8)), hello]
+            started = time.monotonic()
+            responses = await asyncio.gather(*(client.post(CHAT, json=body) for body in bodies))
+            assert [response.status_code for response in responses] == [200] * 9
+            assert time.monotonic() - started < 20
 
 
 async def test_pd_encodes_what_a_hanging_encoder_does_not(deployments: Deployments) -> None:

@@ -23,7 +23,7 @@ class EngineInfo:
     ``fingerprint`` is part of every embedding key: two engines share embeddings exactly if they have the
     same one. ``special_tokens`` are the tokenizer's reserved tokens as text. ``raw_modalities`` are those of
     ``modalities`` for which a PD engine must be given the media beside the embedding. ``encodes`` says
-    whether it can turn media into embeddings.
+    whether it can turn media into embeddings. ``width`` and ``dtype`` are those of their rows.
     """
 
     model: str
@@ -33,6 +33,8 @@ class EngineInfo:
     special_tokens: tuple[str, ...]
     raw_modalities: tuple[str, ...] = ()
     encodes: bool = True
+    width: int = 0
+    dtype: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
 

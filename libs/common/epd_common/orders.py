@@ -60,10 +60,18 @@ class Orders:
         self._media = media
 
     async def claim(
-        self, items: Sequence[Item], *, useless: Mapping[str, int] | None = None
+        self,
+        items: Sequence[Item],
+        *,
+        useless: Mapping[str, int] | None = None,
+        rescue: bool = False,
     ) -> list[Claim]:
-        """The state of each item's key; ``claimed`` ones are the caller's to publish."""
-        return await self._states.claim([item.key for item in items], useless=useless)
+        """The state of each item's key; ``claimed`` ones are the caller's to publish.
+
+        With ``rescue`` they are the caller's to encode itself.
+        """
+        keys = [item.key for item in items]
+        return await self._states.claim(keys, useless=useless, rescue=rescue)
 
     async def publish_encodes(
         self, items: Sequence[Item], claims: Sequence[Claim], context: OrderContext

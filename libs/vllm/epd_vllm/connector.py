@@ -30,6 +30,7 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
 
 from epd_vllm.embedding_io import device, map_tensor, write_staged
 from epd_vllm.gate import Gate
+from epd_vllm.model import dtype_name, embedding_width
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,7 +53,13 @@ class EpdConnector(ECConnectorBase):
         super().__init__(vllm_config=vllm_config, role=role)
         config = vllm_config.ec_transfer_config
         self._staging = Path(config.get_from_extra_config("staging", ""))
-        self.gate = Gate(Path(config.get_from_extra_config("pins", "")))
+        model = vllm_config.model_config
+        self._dtype: torch.dtype = model.dtype
+        self.gate = Gate(
+            Path(config.get_from_extra_config("pins", "")),
+            width=embedding_width(model),
+            dtype=dtype_name(model),
+        )
         self.sleep_when_stalled: bool = config.get_from_extra_config("sleep_when_stalled", True)
         self._loads: set[str] = set()
         self._resolver = PlaceholderMetadataResolver(vllm_config.model_config)
@@ -126,7 +133,8 @@ class EpdConnector(ECConnectorBase):
 
     def _save(self, identifier: str, tensor: torch.Tensor) -> None:
         if not (self._staging / identifier).exists():
-            write_staged(self._staging, identifier, tensor)
+            # vLLM casts it when it is merged into the prompt; before that, one dtype for all.
+            write_staged(self._staging, identifier, tensor.to(self._dtype))
 
 
 def _consumes(request: NewRequestData) -> bool:

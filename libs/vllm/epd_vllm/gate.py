@@ -29,14 +29,18 @@ class Gate:
 
     Args:
         pins: The folder in which the service pins embeddings for this engine.
+        width: Values in a row that the model takes, and ``dtype`` theirs.
     """
 
-    def __init__(self, pins: Path) -> None:
+    def __init__(self, pins: Path, *, width: int, dtype: str) -> None:
         self._pins = pins
+        self._width = width
+        self._dtype = dtype
         self.manager: EncoderCacheManager | None = None
         self._pinned: dict[str, bool] = {}
         self._checked: dict[str, set[str]] = {}
         self._unavailable: set[str] = set()
+        self._barred: set[str] = set()
         self.missing: set[str] = set()
         """Keys for which an item was held back in this pass."""
 
@@ -67,6 +71,22 @@ class Gate:
         self.missing.add(key)
         return True
 
+    def waits(self, request: Request) -> bool:
+        """Whether an item that a request still has to prefill is not here."""
+        managed = _managed(request)
+        return any(
+            feature.identifier in managed
+            and feature.mm_position.offset + feature.mm_position.length
+            > request.num_computed_tokens
+            and not self._resident(feature.identifier)
+            and not self.pinned(feature.identifier)
+            for feature in (request.mm_features if managed else ())
+        )
+
+    def bar(self, request_id: str) -> None:
+        """Let a request in again only when all its items are here."""
+        self._barred.add(request_id)
+
     def admits(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether anything of the request can be scheduled now.
 
@@ -82,7 +102,8 @@ class Gate:
                 continue
             if not self.pinned(key):
                 self.missing.add(key)
-                return bool(position.offset > num_computed_tokens)
+                barred = request.request_id in self._barred
+                return bool(position.offset > num_computed_tokens) and not barred
             if reason := self._fault(key, position.get_num_embeds(), managed[key]["fingerprint"]):
                 logger.error("request %s: %s", request.request_id, reason)
                 self._unavailable.add(request.request_id)
@@ -93,6 +114,7 @@ class Gate:
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._checked.pop(request_id, None)
+        self._barred.discard(request_id)
 
     def take_unavailable(self) -> set[str]:
         """Requests with an unusable item; each is told once."""
@@ -117,6 +139,11 @@ class Gate:
             return error.message
         if header.rows != placeholders:
             return f"embedding {key} has {header.rows} rows for {placeholders} placeholders"
+        if (header.width, header.dtype) != (self._width, self._dtype):
+            return (
+                f"embedding {key} has rows of {header.width} {header.dtype} values, the model takes "
+                f"{self._width} {self._dtype}"
+            )
         if header.fingerprint != fingerprint:
             return f"embedding {key} was made by another model: {header.fingerprint}"
         return None

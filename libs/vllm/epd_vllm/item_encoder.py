@@ -21,6 +21,8 @@ _FORGOTTEN = ("second_per_grid_ts",)
 """Numbers that vLLM computes an item's positions with and does not ask its consumers for. Qwen2.5-VL would
 take every video for one of a grid a second."""
 
+_REASON_CHARACTERS = 300
+
 
 class ItemEncoder:
     """Has an engine encode items into a staging folder, whatever its role.
@@ -61,7 +63,7 @@ class ItemEncoder:
                 stage="encode",
                 key=key,
             )
-        media = await asyncio.to_thread(self._media.load, modality, data)
+        media = await self._media.load(modality, data)
         rendered = await self._render(key, modality, media, processor_args)
         if metadata := self._metadata(key, modality, rendered):
             await on_sized(metadata)
@@ -85,6 +87,7 @@ class ItemEncoder:
         self, key: str, modality: str, media: Any, processor_args: dict[str, Any]
     ) -> Any:
         """Have vLLM's renderer preprocess an item; the result is what the engine takes."""
+        from vllm.exceptions import VLLMClientError
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         prompt: dict[str, Any] = {
@@ -100,7 +103,7 @@ class ItemEncoder:
             (rendered,) = await renderer.render_cmpl_async(
                 [parsed], renderer.default_cmpl_tok_params
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, VLLMClientError) as error:
             raise _not_encodable(key, error) from error
         return rendered
 
@@ -128,6 +131,7 @@ class ItemEncoder:
     async def _run(self, key: str, rendered: Any) -> str:
         """Have the engine encode a rendered item; the name that it gave the embedding."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -144,9 +148,11 @@ class ItemEncoder:
                 final = output
         except EngineDeadError as error:
             raise UpstreamError("the encoder's engine died", stage="encode", key=key) from error
-        except (ValueError, EngineGenerateError) as error:
-            if isinstance(error, ValueError) or isinstance(error.__cause__, ValueError | TypeError):
-                raise _not_encodable(key, error.__cause__ or error) from error
+        except (ValueError, VLLMClientError) as error:
+            raise _not_encodable(key, error) from error
+        except EngineGenerateError as error:
+            if isinstance(error.__cause__, ValueError | TypeError):
+                raise _not_encodable(key, error) from error
             raise UpstreamError(
                 f"the encoder's engine failed: {error.__cause__ or error}", stage="encode", key=key
             ) from error
@@ -191,9 +197,12 @@ def _cut_after_first_row(rendered: Any, modality: str) -> None:
     rendered["prompt_token_ids"] = rendered["prompt_token_ids"][: position.offset + first + 1]
 
 
-def _not_encodable(key: str, reason: BaseException) -> BadRequestError:
+def _not_encodable(key: str, error: BaseException) -> BadRequestError:
+    while error.__cause__ is not None:  # what is around it holds the item's values
+        error = error.__cause__
+    reason = str(error).partition(" on data={")[0][:_REASON_CHARACTERS]
     return BadRequestError(
-        f"the model cannot take this item: {reason}",
+        f"the model cannot take this item: {reason or type(error).__name__}",
         code="media_not_encodable",
         stage="encode",
         key=key,

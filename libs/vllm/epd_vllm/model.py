@@ -64,24 +64,29 @@ def describe(
     """What the loaded engine is, for the registry and for keys."""
     config = engine.model_config
     folder = model_folder(model)
-    dtype = str(config.dtype).removeprefix("torch.")
+    dtype, width = dtype_name(config), embedding_width(config)
     version, is_cpu = vllm_version()
     return EngineInfo(
         model=served,
-        fingerprint=model_fingerprint(
-            folder, revision=revision, dtype=dtype, width=embedding_width(config)
-        ),
+        fingerprint=model_fingerprint(folder, revision=revision, dtype=dtype, width=width),
         modalities=modalities.all,
         raw_modalities=modalities.raw,
         max_model_len=config.max_model_len,
         special_tokens=tuple(_special_tokens(engine.get_tokenizer())),
         encodes=encodes,
+        width=width,
+        dtype=dtype,
         versions={
             "vllm": version + ("+cpu" if is_cpu else ""),
             "torch": importlib.metadata.version("torch"),
             "epdflow": importlib.metadata.version("epdflow"),
         },
     )
+
+
+def dtype_name(config: ModelConfig) -> str:
+    """The dtype of a model's embeddings, e.g. ``bfloat16``."""
+    return str(config.dtype).removeprefix("torch.")
 
 
 def embedding_width(config: ModelConfig) -> int:

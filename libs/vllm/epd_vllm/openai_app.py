@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from epd_common.engines import AnswerHead
@@ -49,7 +50,8 @@ class OpenAIApp:
         from vllm.entrypoints.launchers.app import build_app
 
         tasks = await engine.get_supported_tasks()
-        app = build_app(arguments, tasks, engine.model_config)
+        with _levels_kept():
+            app = build_app(arguments, tasks, engine.model_config)
         await init_app_state(engine, app.state, arguments, tasks)
         return cls(app)
 
@@ -93,6 +95,19 @@ class OpenAIApp:
                 task.cancel()
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 await task
+
+
+@contextlib.contextmanager
+def _levels_kept() -> Iterator[None]:
+    """vLLM's application sets the root logger to errors alone, which would silence the whole service."""
+    root = logging.getLogger()
+    level, levels = root.level, [(handler, handler.level) for handler in root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler, own in levels:
+            handler.setLevel(own)
 
 
 def _scope(path: str, body: bytes, request_id: str) -> dict[str, Any]:

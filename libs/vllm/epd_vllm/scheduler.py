@@ -4,10 +4,15 @@ While a request waits inside the engine, vLLM's core loop polls every millisecon
 in the connector's extra configuration this scheduler says that it has nothing to do when its last pass
 scheduled nothing and every reason is a missing embedding. Any message to the engine makes it look again, so
 whoever pins an embedding sends one (``VllmPdEngine.wake``).
+
+A request that waits inside holds the memory of what was prefilled. It must not keep out those that could
+run, least of all the encode that it waits for: where one of them finds no room, the last request that waits
+gives its memory back and begins anew once all its embeddings are there.
 """
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -30,6 +35,8 @@ class _Gated(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stalled = False
+        self._blocked = False
+        """Whether somebody who could run found no room, and requests that wait have some."""
         self._sleeps = False
         self._gate: Gate | None = None
         if isinstance(self.ec_connector, EpdConnector) and self.ec_connector.is_consumer:
@@ -42,10 +49,35 @@ class _Gated(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._gate is None:
             return super().schedule(*args, **kwargs)
+        if self._blocked:
+            self._make_way(self._gate)
+        self._gate.new_pass()
         self._gate.missing.clear()
         output = super().schedule(*args, **kwargs)
-        self._stalled = output.total_num_scheduled_tokens == 0 and bool(self._gate.missing)
+        self._blocked = self._keeps_others_out(self._gate, output)
+        self._stalled = (
+            output.total_num_scheduled_tokens == 0
+            and bool(self._gate.missing)
+            and not self._blocked
+        )
         return output
+
+    def _keeps_others_out(self, gate: Gate, output: SchedulerOutput) -> bool:
+        """Whether there are both: requests that could run and did not get in, and ones that only wait."""
+        if output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens:
+            return False  # there was no time for them; the next step has some
+        return any(not gate.waits(request) for request in self.waiting) and any(
+            gate.waits(request) for request in self.running
+        )
+
+    def _make_way(self, gate: Gate) -> None:
+        """Take the memory of the request that came last among those that wait."""
+        for request in reversed(self.running):
+            if gate.waits(request):
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic())
+                gate.bar(request.request_id)
+                return
 
     def add_request(self, request: Request) -> None:
         self._stalled = False

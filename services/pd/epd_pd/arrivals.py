@@ -15,6 +15,22 @@ class ForecastError(Exception):
     """An item came with other metadata than were expected of its size; the prompt must be made anew."""
 
 
+MAX_METADATA = 1_000_000
+"""Largest number that metadata may hold: no item has so many rows."""
+
+
+def is_metadata(metadata: object) -> bool:
+    """Whether these could be an item's metadata: positive numbers and lists of such, by name."""
+    if not isinstance(metadata, dict) or not metadata:
+        return False
+    numbers: list[object] = []
+    for value in metadata.values():
+        numbers += value if isinstance(value, list) else [value]
+    return bool(numbers) and all(
+        isinstance(number, int | float) and 0 <= number <= MAX_METADATA for number in numbers
+    )
+
+
 class Arrivals:
     """The items of one request, on their way.
 
@@ -72,8 +88,18 @@ class Arrivals:
             for item, metadata in zip(self.items, known, strict=True)
         ]
 
+    async def settled(self) -> None:
+        """Return when all embeddings are pinned, or one of them has failed or is other than forecast."""
+        while True:
+            seen = self.changes.count
+            if self.complete or self.failure is not None:
+                return
+            await self.changes.since(seen)
+
     def forecast(self, index: int, metadata: dict[str, Any]) -> None:
         """Metadata from the table of sizes or an encoder's ``sized`` event."""
+        if not is_metadata(metadata):
+            return
         if self._headers[index] is None and self._metadata[index] != metadata:
             self._note(index, metadata)
 

@@ -8,7 +8,7 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -253,7 +253,7 @@ class GenerateHandler:
             job.request_id, job.route, copy.deepcopy(body), arrivals.placeholders()
         )
         async with contextlib.aclosing(answer):
-            async for part in answer:
+            async for part in _once_known(answer, arrivals):
                 if arrivals.failure is not None:
                     return  # what the engine says of a missing or unfit item is not the answer
                 if isinstance(part, AnswerHead):
@@ -305,6 +305,26 @@ class GenerateHandler:
         body = parse_body(raw)
         body.setdefault("model", job.model)
         return body
+
+
+async def _once_known(
+    answer: AsyncIterator[AnswerHead | bytes], arrivals: Arrivals
+) -> AsyncIterator[AnswerHead | bytes]:
+    """The parts of an answer; a refusal only once all items are here.
+
+    Before that it may be due to a forecast that is wrong, which then is the arrivals' failure.
+    """
+    try:
+        async for part in answer:
+            if isinstance(part, AnswerHead) and part.status >= 400:
+                await arrivals.settled()
+            yield part
+    except EpdError:
+        raise
+    except Exception:
+        await arrivals.settled()
+        if arrivals.failure is None:
+            raise
 
 
 def _late(arrivals: Arrivals) -> DeadlineError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from epd_common.encode import Encoding
-from epd_common.errors import EpdError
+from epd_common.errors import DeadlineError, EpdError
 from epd_common.protocol import EmbeddingEvent, EncodeJob
 from epd_common.store import KeyStates
 
@@ -21,11 +21,18 @@ class LocalEncode:
         self._states = states
         self._slots = asyncio.Semaphore(AT_ONCE)
 
-    async def encode(self, job: EncodeJob) -> EmbeddingEvent | None:
+    async def encode(self, job: EncodeJob, *, within_s: float) -> EmbeddingEvent | None:
         """The event that everybody was told; None if a newer epoch of the key is under way."""
         try:
-            async with self._slots:
+            async with asyncio.timeout(max(within_s, 0.0)), self._slots:
                 event = await self._encoding.make(job)
+        except TimeoutError:
+            late = DeadlineError(
+                f"this worker's engine did not encode item {job.key} in time",
+                stage="encode",
+                key=job.key,
+            )
+            event = self._encoding.failure(job, late)
         except EpdError as error:
             event = self._encoding.failure(job, await self._encoding.judge(job, error))
         except BaseException:  # cancelled with its request, and others may wait for the same item

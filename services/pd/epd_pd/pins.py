@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
+from epd_common.engines import EngineInfo
 from epd_common.store import Arena, EmbeddingHeader, EmbeddingStore, IntegrityError
 from epd_common.store.arena import map_embedding
 
@@ -19,7 +20,7 @@ class Pins:
     Args:
         arena: This node's arena.
         remote: Other stores to bring embeddings from, nearest first.
-        fingerprint: Of the engine here; an embedding of another model is no embedding.
+        info: Of the engine here; an embedding that it cannot take is no embedding.
     """
 
     def __init__(
@@ -27,12 +28,12 @@ class Pins:
         arena: Arena,
         remote: Sequence[EmbeddingStore],
         *,
-        fingerprint: str,
+        info: EngineInfo,
         counters: Counter[str],
     ) -> None:
         self._arena = arena
         self._remote = remote
-        self._fingerprint = fingerprint
+        self._info = info
         self._counters = counters
         self._users: Counter[str] = Counter()
         self._headers: dict[str, EmbeddingHeader] = {}
@@ -87,6 +88,16 @@ class Pins:
                 return header
         return None
 
+    def _check(self, key: str, header: EmbeddingHeader) -> None:
+        info = self._info
+        if header.key != key or header.fingerprint != info.fingerprint:
+            raise IntegrityError(f"embedding {key} was made for another key or model")
+        if (header.width, header.dtype) != (info.width, info.dtype):
+            raise IntegrityError(
+                f"embedding {key} has rows of {header.width} {header.dtype} values, the model takes "
+                f"{info.width} {info.dtype}"
+            )
+
     async def _pin(self, key: str) -> EmbeddingHeader | None:
         """Hold first, then verify, then expose: nothing can be evicted in between, and the engine, in which a
         request may wait for it already, sees nothing that was not verified."""
@@ -98,8 +109,7 @@ class Pins:
             if embedding is None:
                 return None
             await asyncio.to_thread(embedding.verify)
-            if embedding.header.key != key or embedding.header.fingerprint != self._fingerprint:
-                raise IntegrityError(f"embedding {key} was made for another key or model")
+            self._check(key, embedding.header)
         except IntegrityError as error:
             logger.warning("unusable embedding dropped: %s", error, extra={"key": key})
             self._counters["integrity_faults"] += 1

@@ -175,15 +175,18 @@ class Readiness:
         """Take the item over from whoever was to encode it."""
         assert self._local is not None
         key = wait.item.key
-        (claim,) = await self._orders.claim([wait.item], useless={key: wait.claim.epoch})
+        (claim,) = await self._orders.claim(
+            [wait.item], useless={key: wait.claim.epoch}, rescue=True
+        )
         if claim.state != "claimed":
             return claim  # another has taken it over
-        wait.tried_here = True
         self._counters["encoded_here"] += 1
         logger.warning("encoding an item here: %s", reason, extra=wait.fields())
-        event = await self._local.encode(encode_job(wait.item, claim.epoch, wait.context))
+        job = encode_job(wait.item, claim.epoch, wait.context)
+        event = await self._local.encode(job, within_s=self._policy.deadline_s - wait.total_s)
         if event is None:
             return await self._claim(wait, useless=0)
+        wait.tried_here = event.state != "ready"
         return Claim("ready" if event.state == "ready" else "failed", event.epoch, event)
 
     async def _next(self, wait: Wait, at_most_s: float) -> Claim:

@@ -33,7 +33,8 @@ class Situation:
         waited_s: Seconds since its present order was first seen.
         total_s: Seconds since the request began to wait for it.
         encoders: Whether anybody takes encode jobs.
-        tried_here: Whether this worker has tried it itself.
+        taken_over: Whether a PD worker encodes it already.
+        tried_here: Whether this worker has tried it itself, in vain.
     """
 
     found: Found
@@ -41,6 +42,7 @@ class Situation:
     waited_s: float
     total_s: float
     encoders: bool
+    taken_over: bool
     tried_here: bool
 
 
@@ -66,10 +68,12 @@ class RescuePolicy:
             return Step.GIVE_UP
         may_encode = self.encodes_here and not now.tried_here
         if now.found == "pending":
-            overdue = not now.encoders or now.waited_s >= self.patience_s
+            at_work = now.encoders or now.taken_over
+            overdue = not at_work or now.waited_s >= self.patience_s
             return Step.ENCODE_HERE if may_encode and overdue else Step.WAIT
-        if now.found == "failed" and may_encode:
-            return Step.ENCODE_HERE  # the queue had its further encoders try before it said so
+        if may_encode and (now.found == "failed" or not now.encoders):
+            # The queue had its further encoders try before it said so; and a queue that nobody reads is none.
+            return Step.ENCODE_HERE
         if now.orders < self.attempts:
             return Step.ORDER
         return Step.ENCODE_HERE if may_encode else Step.GIVE_UP

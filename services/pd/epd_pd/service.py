@@ -51,7 +51,7 @@ class PdService:
             limits = settings.ingest_limits()
             pictures = await stack.enter_async_context(PictureChecker(limits))
             counters = parts.worker.counters
-            pins = Pins(parts.arena, parts.remote, fingerprint=info.fingerprint, counters=counters)
+            pins = Pins(parts.arena, parts.remote, info=info, counters=counters)
             handler = GenerateHandler(
                 bus=parts.bus,
                 engine=engine,

@@ -25,13 +25,21 @@ class Wait:
         self.claim = Claim("pending", 0)
         self.orders = 1
         self.tried_here = False
+        self._taken_over = False
         self._began = self._ordered = time.monotonic()
 
     def look(self, claim: Claim) -> None:
         """The state as it was found now."""
         if claim.epoch > self.claim.epoch:
             self._ordered = time.monotonic()
+            self._taken_over = False
+        self._taken_over |= claim.rescue
         self.claim = claim
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the request began to wait."""
+        return time.monotonic() - self._began
 
     def situation(self, encoders: bool) -> Situation:
         now = time.monotonic()
@@ -39,8 +47,9 @@ class Wait:
             found=self._found(),
             orders=self.orders,
             waited_s=now - self._ordered,
-            total_s=now - self._began,
+            total_s=self.total_s,
             encoders=encoders,
+            taken_over=self._taken_over,
             tried_here=self.tried_here,
         )
 
@@ -52,11 +61,12 @@ class Wait:
         return "pending"
 
     def announced(self, header: EmbeddingHeader) -> bool:
-        """Whether an embedding has the rows and the metadata that its encoder announced."""
+        """Whether an embedding has the shape and the metadata that its encoder announced."""
         event = self.claim.event
         if event is None or not event.rows:
             return True
-        return (header.rows, header.metadata) == (event.rows, event.metadata)
+        found = (header.rows, header.width, header.dtype, header.metadata)
+        return found == (event.rows, event.width, event.dtype, event.metadata)
 
     @property
     def trouble(self) -> str:
@@ -69,6 +79,8 @@ class Wait:
         """Why the item is not here, in words for logs and errors."""
         if now.found != "pending":
             return f"its embedding {self.trouble}"
+        if now.taken_over:
+            return "a PD worker has taken it over and has not finished"
         if not now.encoders:
             return "no encoder is ready"
         if self.claim.event is not None:
@@ -87,7 +99,8 @@ class Wait:
     def gave_up(self, now: Situation) -> Exception:
         """The error of the request whose item this is."""
         key, failure = self.item.key, self.claim.event
-        if now.found == "pending":
+        late = failure is not None and failure.status == DeadlineError.status
+        if now.found == "pending" or late:
             return DeadlineError(
                 f"item {key} was not encoded within {now.total_s:.1f} s: {self.reason(now)}",
                 stage="encode",

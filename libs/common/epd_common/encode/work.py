@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from epd_common.bus import Bus
-from epd_common.engines import EncoderEngine, EngineInfo
+from epd_common.engines import EncoderEngine, EngineInfo, OnSized, StagedEmbedding
 from epd_common.errors import BadRequestError, DeadlineError, EpdError, UpstreamError
-from epd_common.ingest.processor_args import check_processor_args
+from epd_common.ingest.processor_args import check_arguments_fit, check_processor_args
 from epd_common.protocol import EmbeddingEvent, EncodeJob, Locator, subjects
 from epd_common.protocol.keys import digest, embedding_key
 from epd_common.store import (
@@ -28,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 ENGINE_DEATHS = 2
 """An item during whose encode so many engines died is not given to a further one."""
+
+BEGINNINGS = 3
+"""Nor is one whose encode was begun so often and never ended, as when the whole process was killed. One more,
+as a process can be killed for other reasons."""
 
 
 class Encoding:
@@ -63,6 +68,8 @@ class Encoding:
         self._states = states
         self._worker = worker
         self._counters = counters
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._users: Counter[str] = Counter()
 
     async def make(
         self, job: EncodeJob, *, attempt: int = 1, queued_s: float = 0.0
@@ -78,7 +85,8 @@ class Encoding:
             if not await self._states.begin(job.key, job.epoch):
                 self._counters["stale"] += 1
                 return None
-            return await self._make(job, attempt, queued_s)
+            async with self._alone(job.key):
+                return await self._make(job, attempt, queued_s)
         except EpdError:
             raise
         except Exception as error:
@@ -88,6 +96,20 @@ class Encoding:
                 stage="encode",
                 key=job.key,
             ) from error
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, key: str) -> AsyncIterator[None]:
+        """One encode of a key at a time: two would share the engine's file, and the second finds the first
+        one's embedding."""
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        self._users[key] += 1
+        try:
+            async with lock:
+                yield
+        finally:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key], self._locks[key]
 
     async def announce(self, event: EmbeddingEvent) -> None:
         """Record the state, then tell who waits. A newer epoch makes both of no effect."""
@@ -111,15 +133,9 @@ class Encoding:
 
     async def judge(self, job: EncodeJob, error: EpdError) -> EpdError:
         """The error to go on with: an item that ends engine after engine is at fault itself."""
-        if self._engine.alive or await self._states.count_death(job.key) < ENGINE_DEATHS:
+        if self._engine.alive or await self._states.beginnings(job.key) < ENGINE_DEATHS:
             return error
-        return BadRequestError(
-            f"the encoder's engine died {ENGINE_DEATHS} times while it encoded item {job.key}; it is "
-            "not tried again",
-            code="media_kills_engine",
-            stage="encode",
-            key=job.key,
-        )
+        return _kills(job.key, ENGINE_DEATHS)
 
     async def _make(self, job: EncodeJob, attempt: int, queued_s: float) -> EmbeddingEvent:
         if job.deadline and time.time() > job.deadline:
@@ -149,9 +165,7 @@ class Encoding:
         async def on_sized(metadata: dict[str, Any]) -> None:
             await self._announce_size(job, metadata)
 
-        staged = await self._engine.encode(
-            job.key, data, job.modality, job.processor_args, on_sized
-        )
+        staged = await self._encode(job, data, on_sized)
         encode_s = time.monotonic() - started
         try:
             await asyncio.to_thread(self._arena.adopt, staged.path, staged.header)
@@ -165,6 +179,19 @@ class Encoding:
             if published is not None:
                 await self._copy_to_remote(published)
         return self._event(job, staged.header, attempt, queued_s, encode_s=encode_s)
+
+    async def _encode(self, job: EncodeJob, data: bytes, on_sized: OnSized) -> StagedEmbedding:
+        """Have the engine encode. What is begun and never ended, in however many workers, killed them."""
+        if await self._states.note_beginning(job.key) > BEGINNINGS:
+            await self._states.note_end(job.key)
+            raise _kills(job.key, BEGINNINGS)
+        try:
+            return await self._engine.encode(
+                job.key, data, job.modality, job.processor_args, on_sized
+            )
+        finally:
+            if self._engine.alive:
+                await self._states.note_end(job.key)
 
     async def _copy_to_remote(self, embedding: Embedding) -> None:
         for store in self._remote:
@@ -187,6 +214,15 @@ class Encoding:
     async def _check_key(self, job: EncodeJob, data: bytes) -> None:
         """A key names its bytes (invariant I9); whoever publishes a job may claim anything."""
         check_processor_args(job.processor_args, "processor_args")
+        check_arguments_fit(job.processor_args, job.modality, "processor_args")
+        if job.processor_args and job.modality in self._info.raw_modalities:
+            raise BadRequestError(
+                f"this model takes no processor arguments with {job.modality} input",
+                code="unsupported_parameter",
+                param="mm_processor_kwargs",
+                stage="encode",
+                key=job.key,
+            )
         if job.modality not in self._info.modalities:
             raise BadRequestError(
                 f"modality {job.modality!r} is not encoded here",
@@ -248,3 +284,12 @@ class Encoding:
             queue_s=queued_s,
             encode_s=encode_s,
         )
+
+
+def _kills(key: str, times: int) -> BadRequestError:
+    return BadRequestError(
+        f"{times} encoders died while they encoded item {key}; it is not tried again",
+        code="media_kills_engine",
+        stage="encode",
+        key=key,
+    )

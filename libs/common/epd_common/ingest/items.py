@@ -11,7 +11,7 @@ import msgspec
 from epd_common.errors import TooLargeError
 from epd_common.ingest.body import MediaPart
 from epd_common.ingest.parts import ItemSource, invalid
-from epd_common.ingest.processor_args import check_processor_args
+from epd_common.ingest.processor_args import check_arguments_fit, check_processor_args
 from epd_common.protocol import Item, Media
 from epd_common.protocol.jobs import Modality
 from epd_common.protocol.keys import embedding_key, is_key
@@ -87,14 +87,18 @@ class Keying:
 
 
 def check_modalities(
-    parts: Sequence[MediaPart], items: Sequence[Item], modalities: Sequence[str]
+    parts: Sequence[MediaPart],
+    items: Sequence[Item],
+    modalities: Sequence[str],
+    args: dict[str, Any],
 ) -> None:
-    """Refuse media that the model cannot take.
+    """Refuse media that the model cannot take, and processor arguments that go with none of them.
 
     Raises:
-        BadRequestError: naming the part.
+        BadRequestError: naming the part, or the arguments.
     """
     for part in parts:
+        check_arguments_fit(args, part.modality_in(items), "mm_processor_kwargs")
         modality = part.modality_in(items)
         if modality not in modalities:
             raise invalid(
@@ -141,6 +145,7 @@ def _check_item(item: Item, named: bool, place: str) -> None:
     if not named:
         raise invalid(place, f"no part of the body refers to {place}", "invalid_media_ref")
     check_processor_args(item.processor_args, f"{place}.processor_args")
+    check_arguments_fit(item.processor_args, item.modality, f"{place}.processor_args")
     if (item.media.inline is None) == (not item.media.ref):
         raise invalid(f"{place}.media", f"{place}.media must have either ref or inline")
 

@@ -126,6 +126,8 @@ def _input_audio(part: dict[str, Any], place: str) -> Source:
     if not isinstance(value, dict):
         raise invalid(place, f'{place} must be {{"data": BASE64, "format": "wav"}}')
     data = _string(value.get("data"), f"{place}.data")
+    if data.lstrip()[:5].lower() == "data:":  # a whole data URI is a common mistake, and clear
+        return UrlSource(data)
     # Whatever format is claimed, the bytes decide.
     return UrlSource(f"data:audio/*;base64,{data}")
 

@@ -97,7 +97,7 @@ class Ingest:
         found = extract(route, body, max_items=self._limits.max_items)
         check_reserved(route, found.body, special_tokens)
         check_items(items, found.parts, self._limits.max_inline_bytes)
-        check_modalities(found.parts, items, modalities)
+        check_modalities(found.parts, items, modalities, found.processor_args)
         keying = Keying(fingerprint, scope, found.processor_args)
         loaded = await self._load_all(found.parts, items, keying)
         distinct: dict[str, Item] = {}

@@ -29,6 +29,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from stat import S_ISREG
 
 from epd_common.errors import EpdError
 from epd_common.protocol.keys import is_key
@@ -291,10 +292,12 @@ def map_embedding(path: Path) -> Embedding | None:
         IntegrityError: the file's header is not one.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
     except FileNotFoundError:
         return None
     try:
+        if not S_ISREG(os.fstat(descriptor).st_mode):
+            raise IntegrityError(f"{path.name} is no file")
         if os.fstat(descriptor).st_size < HEADER_BYTES:
             raise IntegrityError(f"{path.name} is shorter than an embedding's header")
         mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)

@@ -6,14 +6,15 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from urllib.parse import urlsplit
 
-import redis.asyncio
 import redis.exceptions
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 
 from epd_common.errors import UnavailableError
 from epd_common.store.base import StoreFullError
 
 SOCKET_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 64
+"""Of one process; in a burst further ones wait for one of these."""
 
 
 @contextlib.asynccontextmanager
@@ -23,13 +24,16 @@ async def open_redis(url: str) -> AsyncIterator[Redis]:
     Raises:
         UnavailableError: nothing answers there, or it refuses the password.
     """
-    client: Redis = redis.asyncio.from_url(
+    pool = BlockingConnectionPool.from_url(
         url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=SOCKET_TIMEOUT_S,  # for a connection that is free
         decode_responses=False,  # values are blobs
         socket_timeout=SOCKET_TIMEOUT_S,
         socket_connect_timeout=SOCKET_TIMEOUT_S,
         health_check_interval=15,
     )
+    client: Redis = Redis.from_pool(pool)
     try:
         with redis_errors():
             await client.ping()

@@ -19,29 +19,30 @@ from epd_common.store.redis_client import redis_errors
 
 ClaimState = Literal["claimed", "pending", "ready", "failed"]
 _PREFIX = "epd:v1:state:"
-_DEATHS = "epd:v1:deaths:"
-DEATHS_TTL_S = 600
+_BEGUN = "epd:v1:begun:"
+BEGUN_TTL_S = 600
 
-# KEYS: state names. ARGV: lease in ms, then per key the epoch that its caller found to be of no use
-# (0: none). An epoch is the server's time in ms, pushed on where two fall into one.
+# KEYS: state names. ARGV: lease in ms, whether it is a rescue ('1'), then per key the epoch that its caller
+# found to be of no use (0: none). An epoch is the server's time in ms, pushed on where two fall into one.
 _CLAIM = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local answers = {}
 for i, name in ipairs(KEYS) do
-  local found = redis.call('HMGET', name, 'state', 'epoch', 'event', 'until')
+  local found = redis.call('HMGET', name, 'state', 'epoch', 'event', 'until', 'rescue')
   local state, epoch = found[1], tonumber(found[2] or '0')
-  local useless = tonumber(ARGV[i + 1])
+  local useless = tonumber(ARGV[i + 2])
   local free = not state or epoch == useless
     or (state == 'pending' and tonumber(found[4]) <= now)
   if free then
     epoch = math.max(now, epoch + 1)
     redis.call('DEL', name)
-    redis.call('HSET', name, 'state', 'pending', 'epoch', epoch, 'until', now + tonumber(ARGV[1]))
+    redis.call('HSET', name, 'state', 'pending', 'epoch', epoch, 'until', now + tonumber(ARGV[1]),
+      'rescue', ARGV[2])
     redis.call('PEXPIRE', name, 10 * tonumber(ARGV[1]))
-    answers[i] = {'claimed', epoch, ''}
+    answers[i] = {'claimed', epoch, '', ARGV[2]}
   else
-    answers[i] = {state, epoch, found[3] or ''}
+    answers[i] = {state, epoch, found[3] or '', found[5] or '0'}
   end
 end
 return answers
@@ -98,11 +99,13 @@ class Claim:
     """What a claim found. ``claimed`` means: publish the encode job, with this epoch.
 
     ``event`` is the last one of this epoch: ``ready``, ``failed``, or ``sized`` while it is pending.
+    ``rescue`` says that a PD worker has taken the encode over.
     """
 
     state: ClaimState
     epoch: int
     event: EmbeddingEvent | None = None
+    rescue: bool = False
 
 
 class KeyStates:
@@ -124,17 +127,26 @@ class KeyStates:
         self._abandon = redis.register_script(_ABANDON)
 
     async def claim(
-        self, keys: Sequence[str], *, useless: Mapping[str, int] | None = None
+        self,
+        keys: Sequence[str],
+        *,
+        useless: Mapping[str, int] | None = None,
+        rescue: bool = False,
     ) -> list[Claim]:
         """Look all keys up in one round trip and claim those that nobody has or makes.
 
         Args:
             useless: Epochs, by key, whose result the caller could not use (evicted, damaged, lost): they
                 count as missing. Only the first caller to say so claims; the others join.
+            rescue: The caller will encode what it claims itself, and not publish a job.
         """
         if not keys:
             return []
-        args = [self._lease_ms, *((useless or {}).get(key, 0) for key in keys)]
+        args = [
+            self._lease_ms,
+            int(rescue),
+            *((useless or {}).get(key, 0) for key in keys),
+        ]
         with redis_errors():
             answers = await self._claim(keys=[_PREFIX + key for key in keys], args=args)
         return [
@@ -142,8 +154,9 @@ class KeyStates:
                 state.decode(),
                 int(epoch),
                 decode(event, EmbeddingEvent) if event else None,
+                rescue == b"1",
             )
-            for state, epoch, event in answers
+            for state, epoch, event, rescue in answers
         ]
 
     async def read(self, keys: Sequence[str]) -> list[Claim | None]:
@@ -188,13 +201,25 @@ class KeyStates:
             )
         return bool(done)
 
-    async def count_death(self, key: str) -> int:
-        """An engine died while it encoded this key; how many have by now."""
-        name = f"{_DEATHS}{key}"
+    async def note_beginning(self, key: str) -> int:
+        """The encode of a key begins; how many beginnings have no end by now, this one included."""
+        name = f"{_BEGUN}{key}"
         with redis_errors():
             count = int(await self._redis.incr(name))
-            await self._redis.expire(name, DEATHS_TTL_S)
+            await self._redis.expire(name, BEGUN_TTL_S)
         return count
+
+    async def note_end(self, key: str) -> None:
+        """It ended, in whatever way, and whoever did it lives."""
+        name = f"{_BEGUN}{key}"
+        with redis_errors():
+            if int(await self._redis.decr(name)) <= 0:
+                await self._redis.delete(name)
+
+    async def beginnings(self, key: str) -> int:
+        """Beginnings that have no end."""
+        with redis_errors():
+            return int(await self._redis.get(f"{_BEGUN}{key}") or 0)
 
     async def abandon(self, key: str, epoch: int) -> None:
         """Give a claim back, when its encode job could not be published."""

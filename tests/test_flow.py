@@ -23,6 +23,7 @@ from PIL import Image
 
 from direct import Inbox, direct_job, publish
 from epd_cli.brokers import Brokers, embedded_brokers
+from epd_common import replies
 from epd_common.bus import Bus
 from epd_common.errors import EpdError, UpstreamError
 from epd_common.protocol import (
@@ -886,8 +887,13 @@ async def test_doubled_frames_count_once(expected: tuple[Reply, Frames]) -> None
     assert await _all_data(reply) == b"once"
 
 
-async def test_a_gap_is_an_error(stack: ServiceStack, expected: tuple[Reply, Frames]) -> None:
+async def test_a_gap_that_nobody_fills_is_an_error(
+    stack: ServiceStack, expected: tuple[Reply, Frames], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "LOOK_S", 0.02)
+    monkeypatch.setattr(replies, "ASKED_TIMES", 3)
     reply, worker = expected
+    reply.submitted = True
     cancelled = await _cancels_of(stack, "r1")
     await worker.head()
     worker.seq += 1

@@ -1,7 +1,8 @@
 """Reply frames: from the PD worker to the requester's inbox.
 
 A reply is ``head``, any number of ``data``, then ``end``; or ``error`` at any point, which ends it. ``seq``
-counts from 0 within an ``attempt``; a frame of an older attempt is dropped, a gap is an error.
+counts from 0 within an ``attempt``; a frame of an older attempt is dropped, and what is missing
+is asked for again (``ReplayRequest``).
 """
 
 from __future__ import annotations

@@ -7,11 +7,24 @@ import time
 from collections.abc import Awaitable, Callable
 
 CATCH_UP_S = 0.02
-"""Seconds of oversleeping that are made up for, at most. Timers are late by up to a millisecond, which is much
-of a step; what a machine without a free core loses beyond that is lost."""
+"""Seconds of oversleeping that are made up for, at most. Timers are late by up to a millisecond, much of a
+step; what a machine without a free core loses beyond that is lost."""
 
 Sleep = Callable[[float], Awaitable[None]]
 """Lets seconds pass."""
+
+
+class PunctualSleep:
+    """Sleeps in real time; what one sleep took too long the next ones are shorter by."""
+
+    def __init__(self) -> None:
+        self._late_s = 0.0
+
+    async def __call__(self, seconds: float) -> None:
+        began = time.monotonic()
+        await asyncio.sleep(max(0.0, seconds - self._late_s))
+        late_s = self._late_s + time.monotonic() - began - seconds
+        self._late_s = min(max(0.0, late_s), CATCH_UP_S)
 
 
 class Device:
@@ -25,13 +38,8 @@ class Device:
         self._sleep = sleep
         self._slow_factor = slow_factor
         self._free = asyncio.Lock()
-        self._late_s = 0.0
 
     async def compute(self, seconds: float) -> None:
         """Be busy for so long."""
-        seconds *= self._slow_factor
         async with self._free:
-            began = time.monotonic()
-            await self._sleep(max(0.0, seconds - self._late_s))
-            late_s = self._late_s + time.monotonic() - began - seconds
-            self._late_s = min(max(0.0, late_s), CATCH_UP_S)
+            await self._sleep(seconds * self._slow_factor)

@@ -14,7 +14,7 @@ from typing import Any
 from epd_common.engines import EngineInfo, OnSized, Progress, StagedEmbedding
 from epd_common.errors import UpstreamError
 from epd_common.tasks import end
-from epd_sim.device import Device, Sleep
+from epd_sim.device import Device, PunctualSleep, Sleep
 from epd_sim.faults import EngineDiedError, FaultPlan
 from epd_sim.profiles import Profile
 from epd_sim.sizing import size_of
@@ -48,7 +48,7 @@ class SimEngine:
     Args:
         staging: The arena's staging folder of this worker.
         encodes: Whether it has towers.
-        sleep: Lets simulated time pass.
+        sleep: Lets simulated time pass; in real time by default.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class SimEngine:
         *,
         staging: Path,
         encodes: bool = True,
-        sleep: Sleep = asyncio.sleep,
+        sleep: Sleep | None = None,
     ) -> None:
         self._options = options
         self._profile = options.profile
         self._encodes = encodes
-        self._device = Device(sleep, slow_factor=options.plan.slow_factor)
+        self._device = Device(sleep or PunctualSleep(), slow_factor=options.plan.slow_factor)
         self._fingerprint = sim_fingerprint(options)
         self._tower = Tower(
             options.profile,

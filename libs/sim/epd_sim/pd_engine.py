@@ -46,7 +46,7 @@ class SimPdEngine(SimEngine):
         arena: Arena,
         max_num_seqs: int,
         encode: Literal["never", "loaded", "always"] = "never",
-        sleep: Sleep = asyncio.sleep,
+        sleep: Sleep | None = None,
     ) -> None:
         tower = encode == "always" or options.profile.keeps_tower
         encodes = tower and encode != "never"

@@ -20,6 +20,7 @@ import httpx
 from PIL import Image
 
 from epd_common.bus import Bus, Registry
+from epd_common.engines import EncoderEngine, PdEngine
 from epd_common.health import ask_health
 from epd_common.ingest.data_uri import make_data_uri
 from epd_common.protocol.keys import digest, embedding_key
@@ -136,9 +137,9 @@ class ServiceStack:
         worker = Worker(secrets.token_hex(4), None, folder)  # type: ignore[arg-type]
         built = EncoderSettings(**self._worker_settings(worker), **settings)
 
-        def make_engine(staging: Path) -> FakeEncoderEngine:
-            worker.engines.append(FakeEncoderEngine(self.model, self.fingerprint, staging))
-            return worker.engines[-1]
+        def make_engine(staging: Path) -> EncoderEngine:
+            worker.engines.append(self.encoder_engine(built, staging))
+            return worker.engine  # type: ignore[no-any-return]
 
         worker.process = self._run("encoder", EncoderService(built, make_engine).run)
         self.encoders.append(worker)
@@ -149,16 +150,20 @@ class ServiceStack:
         worker = Worker(secrets.token_hex(4), None, folder)  # type: ignore[arg-type]
         built = PdSettings(**self._worker_settings(worker), **settings)
 
-        def make_engine(arena: Arena) -> FakePdEngine:
-            encodes = built.ec_role == "ec_both" or built.local_encode == "always"
-            worker.engines.append(
-                FakePdEngine(self.model, self.fingerprint, arena, encodes=encodes)
-            )
-            return worker.engines[-1]
+        def make_engine(arena: Arena) -> PdEngine:
+            worker.engines.append(self.pd_engine(built, arena))
+            return worker.engine  # type: ignore[no-any-return]
 
         worker.process = self._run("pd", PdService(built, make_engine).run)
         self.pds.append(worker)
         return worker
+
+    def encoder_engine(self, settings: EncoderSettings, staging: Path) -> EncoderEngine:
+        return FakeEncoderEngine(self.model, self.fingerprint, staging)
+
+    def pd_engine(self, settings: PdSettings, arena: Arena) -> PdEngine:
+        encodes = settings.ec_role == "ec_both" or settings.local_encode == "always"
+        return FakePdEngine(self.model, self.fingerprint, arena, encodes=encodes)
 
     async def add_gateway(self, **settings: Any) -> None:
         self.gateway_id = secrets.token_hex(4)

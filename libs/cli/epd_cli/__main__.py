@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from epd_cli.stack import StackOptions
 
 SMALL_MODEL = Path("models/shapes-qwen2vl")
+SIM_MODEL = "sim"
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, add_arguments, run, summary in (
         ("up", _up_arguments, _up, "Start everything on this machine, with brokers of its own."),
-        ("demo", _stack_arguments, _demo, "Start everything, ask what is known, give a verdict."),
+        ("demo", _demo_arguments, _demo, "Start everything, ask what is known, give a verdict."),
         ("submit", _submit_arguments, _submit, "Send one request over NATS, without the gateway."),
         (
             "status",
@@ -70,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine",
+        choices=("vllm", "sim"),
+        default=os.environ.get("EPD_ENGINE", "vllm"),
+        help="sim: no model and no vLLM; answers are digests, in the time of EPD_SIM_PROFILE",
+    )
     _stack_arguments(parser)
     parser.add_argument(
         "--port",
@@ -79,12 +86,16 @@ def _up_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _stack_arguments(parser: argparse.ArgumentParser) -> None:
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("vllm",), default="vllm")
+    _stack_arguments(parser)
+
+
+def _stack_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default=os.environ.get("EPD_MODEL", ""),
-        help="path or hub id; empty: the small model of the repository",
+        help="path or hub id; empty: the small model of the repository, or `sim`",
     )
     parser.add_argument(
         "--served-model",
@@ -123,12 +134,13 @@ def _count_or_none(text: str) -> int:
 def _options(arguments: argparse.Namespace, *, port: int) -> StackOptions:
     from epd_cli.stack import StackOptions
 
-    model = arguments.model or _small_model()
-    if (Path(model).is_absolute() or Path(model).exists()) and not (
-        Path(model) / "config.json"
-    ).exists():
-        raise EpdError(f"the model {model!r} is no folder with a config.json; check --model")
+    if arguments.engine == "sim":
+        model = arguments.model or SIM_MODEL
+    else:
+        model = arguments.model or _small_model()
+        _check_folder(model)
     return StackOptions(
+        engine=arguments.engine,
         model=model,
         served_model=arguments.served_model or Path(model).name,
         encoders=arguments.encoders,
@@ -138,6 +150,13 @@ def _options(arguments: argparse.Namespace, *, port: int) -> StackOptions:
         redis_url=arguments.redis,
         state_dir=arguments.state_dir,
     )
+
+
+def _check_folder(model: str) -> None:
+    """A local model must be one; what is none is looked for on the hub, later."""
+    local = Path(model).is_absolute() or Path(model).exists()
+    if local and not (Path(model) / "config.json").exists():
+        raise EpdError(f"the model {model!r} is no folder with a config.json; check --model")
 
 
 def _small_model() -> str:

@@ -41,6 +41,7 @@ class StackOptions:
 
     Attributes:
         model: Path or hub id.
+        engine: ``vllm``, or ``sim``, which looks no model up.
         encoders: With 0, PD workers encode as well.
         nats_url: A NATS that runs already; empty starts one.
         redis_url: A Valkey or Redis that runs already; empty starts one.
@@ -48,6 +49,7 @@ class StackOptions:
     """
 
     model: str
+    engine: str = "vllm"
     served_model: str = ""
     encoders: int = 1
     pds: int = 1
@@ -196,6 +198,7 @@ def _services(
     common = {
         "EPD_NATS_URL": nats_url,
         "EPD_REDIS_URL": redis_url,
+        "EPD_ENGINE": options.engine,
         "EPD_MODEL": options.model,
         "EPD_SERVED_MODEL": options.served_model,
         "EPD_PORT": str(options.port),

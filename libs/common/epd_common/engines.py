@@ -1,4 +1,4 @@
-"""What a service expects of an engine. Implementations: ``epd_vllm`` (real vLLM)."""
+"""What a service expects of an engine. Implementations: ``epd_vllm`` (real vLLM), ``epd_sim`` (simulated)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import os
 import socket
 import uuid
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -106,7 +106,14 @@ class EncodeSettings(CommonSettings):
 class WorkerSettings(CommonSettings):
     """What encoders and PD workers have in common."""
 
-    model: str = Field(description="Path or hub id of the model.")
+    engine: Literal["vllm", "sim"] = Field(
+        "vllm",
+        description="`vllm`, or `sim`: no model; answers are digests of what was given, in the time of "
+        "`EPD_SIM_PROFILE`.",
+    )
+    model: str = Field(
+        description="Path or hub id of the model; with `EPD_ENGINE=sim` a name that is not looked up."
+    )
     served_model: str = Field(
         "", description="Name the model is served under. Default: `EPD_MODEL`."
     )

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
+from functools import partial
 
 from epd_common.health import main_healthcheck
 from epd_common.lifecycle import run_service
+from epd_encoder.engines import make_engine
 from epd_encoder.service import EncoderService
 from epd_encoder.settings import EncoderSettings
 
 
 async def serve(settings: EncoderSettings, stop: asyncio.Event) -> None:
-    # Imported here, so that a mistake in the settings is told before vLLM's packages are loaded.
-    from epd_vllm.encoder_engine import VllmEncoderEngine
-    from epd_vllm.engine import EngineOptions
-
-    def make_engine(staging: Path) -> VllmEncoderEngine:
-        return VllmEncoderEngine(
-            EngineOptions(
-                model=settings.model,
-                served=settings.model_name,
-                revision=settings.revision,
-                max_batch=settings.encoder_slots,
-                extra_arguments=settings.engine_args,
-            ),
-            staging=staging,
-        )
-
-    await EncoderService(settings, make_engine).run(stop)
+    await EncoderService(settings, partial(make_engine, settings)).run(stop)
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from epd_common.settings import EncodeSettings, WorkerSettings
+from epd_common.settings import EncodeSettings
+from epd_sim.settings import SimSettings
 
 
-class EncoderSettings(WorkerSettings, EncodeSettings):
+class EncoderSettings(SimSettings, EncodeSettings):
     """Environment of ``epd-encoder``."""

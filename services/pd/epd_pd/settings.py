@@ -6,11 +6,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from epd_common.settings import EncodeSettings, IngestSettings, WorkerSettings
+from epd_common.settings import EncodeSettings, IngestSettings
 from epd_pd.rescue import RescuePolicy
+from epd_sim.settings import SimSettings
 
 
-class PdSettings(WorkerSettings, EncodeSettings, IngestSettings):
+class PdSettings(SimSettings, EncodeSettings, IngestSettings):
     """Environment of ``epd-pd``."""
 
     pd_slots: int = Field(

@@ -70,6 +70,27 @@ _FORMATS = (
 SUPPORTED_TYPES = tuple(entry.content_type for entry in _FORMATS)
 
 
+def picture_size(data: bytes) -> tuple[int, int]:
+    """Width and height in pixels as the model sees them (EXIF turned), from the header alone.
+
+    Raises:
+        ValueError: not a picture that is read here.
+    """
+    for entry in _FORMATS:
+        if entry.magic.match(data):
+            break
+    else:
+        raise ValueError("its type is not supported")
+    try:
+        with entry.open(BytesIO(data), "") as image:
+            width, height = image.size
+            # A PNG's may stand behind its pixels, which would all be decoded.
+            turned = image.format != "PNG" and _orientation(image) in _SIDEWAYS
+    except Exception as error:  # Pillow's readers raise nearly anything on hostile bytes
+        raise ValueError(str(error)[:200] or type(error).__name__) from error
+    return (height, width) if turned else (width, height)
+
+
 class PictureChecker:
     """Checks pictures, ``limits.decode_workers`` at a time."""
 

@@ -1,0 +1,160 @@
+"""What both simulated engines are: loops in the service's own process, which can encode where told to."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.metadata
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from epd_common.engines import EngineInfo, OnSized, Progress, StagedEmbedding
+from epd_common.errors import UpstreamError
+from epd_common.tasks import end
+from epd_sim.device import Device, PunctualSleep, Sleep
+from epd_sim.faults import EngineDiedError, FaultPlan
+from epd_sim.profiles import Profile
+from epd_sim.sizing import size_of
+from epd_sim.tower import Tower
+
+logger = logging.getLogger(__name__)
+
+MODALITIES = ("image", "video", "audio")
+SPECIAL_TOKENS = ("<|image_pad|>", "<|im_end|>", "<|im_start|>", "<|vision_start|>")
+"""Those of Qwen's template that matter: clients are refused them, as with a real model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimOptions:
+    """What an operator says of a simulated engine.
+
+    Attributes:
+        served: Name that clients use.
+        revision: Part of the fingerprint, as with a real model.
+    """
+
+    served: str
+    revision: str = ""
+    profile: Profile
+    plan: FaultPlan = field(default_factory=FaultPlan)
+
+
+class SimEngine:
+    """Starts, encodes and stops; what else it does is for its kinds to say.
+
+    Args:
+        staging: The arena's staging folder of this worker.
+        encodes: Whether it has towers.
+        sleep: Lets simulated time pass; in real time by default.
+    """
+
+    def __init__(
+        self,
+        options: SimOptions,
+        *,
+        staging: Path,
+        encodes: bool = True,
+        sleep: Sleep | None = None,
+    ) -> None:
+        self._options = options
+        self._profile = options.profile
+        self._encodes = encodes
+        self._device = Device(sleep or PunctualSleep(), slow_factor=options.plan.slow_factor)
+        self._fingerprint = sim_fingerprint(options)
+        self._tower = Tower(
+            options.profile,
+            fingerprint=self._fingerprint,
+            staging=staging,
+            device=self._device,
+            plan=options.plan,
+        )
+        self._loops: list[asyncio.Task[None]] = []
+        self._alive = False
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    async def start(self, progress: Progress) -> EngineInfo:
+        progress(f"simulating {self._profile.name}")
+        self._alive = True
+        if self._encodes:
+            self._run("tower", self._tower.run)
+        progress("ready")
+        return EngineInfo(
+            model=self._options.served,
+            fingerprint=self._fingerprint,
+            modalities=MODALITIES,
+            max_model_len=self._profile.max_model_len,
+            special_tokens=SPECIAL_TOKENS,
+            encodes=self._encodes,
+            versions={
+                "sim": self._profile.name,
+                "epdflow": importlib.metadata.version("epdflow"),
+            },
+        )
+
+    async def encode(
+        self,
+        key: str,
+        data: bytes,
+        modality: str,
+        processor_args: dict[str, Any],
+        on_sized: OnSized,
+    ) -> StagedEmbedding:
+        if not self._encodes:
+            raise RuntimeError("the engine has no towers")
+        size = await asyncio.to_thread(
+            size_of,
+            modality,
+            data,
+            processor_args,
+            patch=self._profile.patch,
+            max_rows=self._profile.max_rows,
+        )
+        await on_sized(size.metadata)
+        try:
+            return await self._tower.encode(key, data, size)
+        except EngineDiedError as error:
+            raise UpstreamError("the encoder's engine died", stage="encode", key=key) from error
+
+    async def stop(self) -> None:
+        self._die()
+        await end(*self._loops)
+        self._loops.clear()
+
+    def _run(self, name: str, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run one of the engine's loops until the engine stops; its failure is the engine's death."""
+        self._loops.append(asyncio.create_task(self._guard(loop), name=f"sim {name}"))
+
+    async def _guard(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await loop()
+        except EngineDiedError as error:
+            logger.error("the simulated engine %s", error)
+        except Exception:
+            logger.exception("the simulated engine died by an unexpected error")
+        finally:
+            self._die()
+
+    def _die(self) -> None:
+        """Nothing works any more; who waits is told."""
+        self._alive = False
+        self._tower.die()
+
+
+def sim_fingerprint(options: SimOptions) -> str:
+    """The fingerprint of a simulated model, 64 hex characters: its name, and the shape of its embeddings."""
+    profile = options.profile
+    lines = (
+        "epd-sim-1",
+        options.served,
+        options.revision,
+        profile.name,
+        str(profile.patch),
+        str(profile.width),
+    )
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,218 @@
+"""The simulated PD engine: prefills up to what is there, decodes in batches, answers in OpenAI's shape.
+
+As with real vLLM, a request may be inside before its embeddings are there. Each is read whole, and checked,
+when the prompt's prefill comes to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncGenerator
+from typing import Any, Literal
+
+from epd_common.changes import Changes
+from epd_common.engines import AnswerHead, EngineInfo, Placeholder, Progress
+from epd_common.errors import EpdError, UpstreamError
+from epd_common.store import Arena
+from epd_common.store.embedding import IntegrityError
+from epd_sim.device import Sleep
+from epd_sim.embedding import read_signature
+from epd_sim.engine import SimEngine, SimOptions
+from epd_sim.faults import Faults
+from epd_sim.parameters import RefusedError
+from epd_sim.replies import DONE, JSON_TYPE, STREAM_TYPE, Replies, error_body
+from epd_sim.request import PromptInside, RequestInside, read_request
+from epd_sim.scheduler import Scheduler, Sequence, Step
+
+CHAT = "/v1/chat/completions"
+
+
+class SimPdEngine(SimEngine):
+    """Answers with digests of what it was given.
+
+    Args:
+        arena: Gives the folders of this worker.
+        max_num_seqs: Sequences that run at once, as vLLM's ``--max-num-seqs``.
+        encode: Whether it shall encode items, too: ``loaded`` if the model keeps its tower in any case. That
+            and its steps share one device.
+    """
+
+    def __init__(
+        self,
+        options: SimOptions,
+        *,
+        arena: Arena,
+        max_num_seqs: int,
+        encode: Literal["never", "loaded", "always"] = "never",
+        sleep: Sleep | None = None,
+    ) -> None:
+        tower = encode == "always" or options.profile.keeps_tower
+        encodes = tower and encode != "never"
+        super().__init__(options, staging=arena.staging, encodes=encodes, sleep=sleep)
+        self._pins = arena.pins
+        self._faults = Faults(options.plan)
+        self._max_num_seqs = max_num_seqs
+        self._scheduler = Scheduler(
+            max_num_seqs=max_num_seqs, budget=options.profile.prefill_budget
+        )
+        self._inside: dict[Sequence, PromptInside] = {}
+        self._changes = Changes()
+
+    async def start(self, progress: Progress) -> EngineInfo:
+        info = await super().start(progress)
+        self._run("steps", self._steps)
+        return info
+
+    async def answer(
+        self, request_id: str, route: str, body: dict[str, Any], placeholders: list[Placeholder]
+    ) -> AsyncGenerator[AnswerHead | bytes, None]:
+        try:
+            request = read_request(
+                route,
+                body,
+                placeholders,
+                max_model_len=self._profile.max_model_len,
+                max_num_seqs=self._max_num_seqs,
+            )
+        except RefusedError as error:
+            yield AnswerHead(400, JSON_TYPE)
+            yield error_body(400, error.message, error.param)
+            return
+        replies = Replies(request_id, body["model"], chat=route == CHAT)
+        self._enter(request)
+        try:
+            parts = _streamed if request.parameters.stream else _whole
+            async with contextlib.aclosing(parts(request, replies)) as answer:
+                async for part in answer:
+                    yield part
+        except IntegrityError as error:  # this request's alone
+            yield AnswerHead(500, JSON_TYPE)
+            yield error_body(500, error.message)
+        finally:
+            self._leave(request)
+
+    async def wake(self) -> None:
+        self._changes.note()
+
+    def _enter(self, request: RequestInside) -> None:
+        if not self.alive:
+            raise _dead()
+        for prompt in request.prompts:
+            self._inside[prompt.sequence] = prompt
+            self._scheduler.add(prompt.sequence)
+        self._changes.note()
+
+    def _leave(self, request: RequestInside) -> None:
+        for prompt in request.prompts:
+            self._inside.pop(prompt.sequence, None)
+            self._scheduler.remove(prompt.sequence)
+        self._changes.note()
+
+    async def _steps(self) -> None:
+        """Compute one step after another, and sleep while there is nothing to compute."""
+        while True:
+            seen = self._changes.count
+            # One look at each key a step, so that all who ask in it agree.
+            step = self._scheduler.schedule(functools.cache(self._is_here))
+            if step.empty:
+                await self._changes.since(seen)
+                continue
+            await self._faults.begin()
+            await self._read_items(step)
+            seconds = self._profile.engine_step_s(step.prefill_tokens, step.decoding)
+            await self._device.compute(seconds)
+            for sequence in self._scheduler.advance(step):
+                if (prompt := self._inside.get(sequence)) is not None:
+                    prompt.request.changed.set()
+
+    def _is_here(self, key: str) -> bool:
+        return (self._pins / key).exists()
+
+    async def _read_items(self, step: Step) -> None:
+        """Read the items that a step begins; one that is unfit ends its own request."""
+        for sequence, tokens in step.prefill:
+            for number in sequence.spans_begun(tokens):
+                prompt = self._inside.get(sequence)
+                if prompt is None:
+                    break  # its request went away meanwhile
+                try:
+                    prompt.evidence[prompt.places[number]] = await asyncio.to_thread(
+                        read_signature, self._pins, prompt.expected[number], self._fingerprint
+                    )
+                except IntegrityError as error:
+                    self._fail(prompt.request, error)
+                    break
+
+    def _fail(self, request: RequestInside, error: EpdError) -> None:
+        request.failure = error
+        request.changed.set()
+        self._leave(request)
+
+    def _die(self) -> None:
+        super()._die()
+        for prompt in list(self._inside.values()):
+            self._fail(prompt.request, _dead())
+
+
+async def _whole(
+    request: RequestInside, replies: Replies
+) -> AsyncGenerator[AnswerHead | bytes, None]:
+    while not all(prompt.sequence.ended for prompt in request.prompts):
+        await _grown(request)
+    texts = [
+        (prompt.text(choice, 0, prompt.sequence.answer_tokens), prompt.reason)
+        for prompt in request.prompts
+        for choice in range(prompt.sequence.choices)
+    ]
+    yield AnswerHead(200, JSON_TYPE)
+    yield replies.whole(texts, request.usage)
+
+
+async def _streamed(
+    request: RequestInside, replies: Replies
+) -> AsyncGenerator[AnswerHead | bytes, None]:
+    sent = [0] * len(request.prompts)
+    while sent != [prompt.sequence.answer_tokens for prompt in request.prompts]:
+        await _grown(request)
+        if not any(sent):
+            yield AnswerHead(200, STREAM_TYPE)
+        for number, prompt in enumerate(request.prompts):
+            if events := _events(prompt, number, sent[number], replies):
+                sent[number] = prompt.sequence.generated
+                yield events
+    if request.parameters.include_usage:
+        yield replies.usage(request.usage)
+    yield DONE
+
+
+def _events(prompt: PromptInside, number: int, sent: int, replies: Replies) -> bytes:
+    """What came since ``sent`` tokens were, of all choices of a prompt."""
+    sequence = prompt.sequence
+    if sequence.generated == sent:
+        return b""
+    events = []
+    for choice in range(sequence.choices):
+        index = number * sequence.choices + choice
+        if sent == 0:
+            events.append(replies.opening(index))
+        text = prompt.text(choice, sent, sequence.generated)
+        events.append(replies.piece(index, text, prompt.reason if sequence.ended else None))
+    return b"".join(events)
+
+
+async def _grown(request: RequestInside) -> None:
+    """Wait until an answer has grown.
+
+    Raises:
+        EpdError: the request has failed.
+    """
+    await request.changed.wait()
+    request.changed.clear()
+    if request.failure is not None:
+        raise request.failure
+
+
+def _dead() -> UpstreamError:
+    return UpstreamError("the engine died before it had answered", stage="generate")

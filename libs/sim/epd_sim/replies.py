@@ -1,0 +1,95 @@
+"""Answers in OpenAI's shape, as vLLM writes them: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+STREAM_TYPE = "text/event-stream; charset=utf-8"
+JSON_TYPE = "application/json"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request: of its prompts once each, of all its answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    def fields(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+class Replies:
+    """Writes the answer to one request.
+
+    Args:
+        chat: Whether it is a chat, else a completion.
+    """
+
+    def __init__(self, request_id: str, model: str, *, chat: bool) -> None:
+        self._chat = chat
+        self._common = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, texts: list[tuple[str, str]], usage: Usage) -> bytes:
+        """An answer that is no stream: the text and the finish reason of each choice."""
+        choices = [
+            {
+                "index": index,
+                **(
+                    {"message": {"role": "assistant", "content": text}}
+                    if self._chat
+                    else {"text": text}
+                ),
+                "logprobs": None,
+                "finish_reason": reason,
+            }
+            for index, (text, reason) in enumerate(texts)
+        ]
+        kind = "chat.completion" if self._chat else "text_completion"
+        return msgspec.json.encode(
+            {**self._common, "object": kind, "choices": choices, "usage": usage.fields()}
+        )
+
+    def opening(self, index: int) -> bytes:
+        """The event before the first text of a choice; completions have none."""
+        if not self._chat:
+            return b""
+        return self._event([_choice(index, {"delta": {"role": "assistant", "content": ""}}, None)])
+
+    def piece(self, index: int, text: str, reason: str | None) -> bytes:
+        """More text of a choice; with a reason it is the last."""
+        content = {"delta": {"content": text}} if self._chat else {"text": text}
+        return self._event([_choice(index, content, reason)])
+
+    def usage(self, usage: Usage) -> bytes:
+        """The event behind all choices, for those who asked for it."""
+        return self._event([], usage=usage.fields())
+
+    def _event(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        chunk = {**self._common, "object": kind, "choices": choices, **fields}
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+def error_body(status: int, message: str, param: str | None = None) -> bytes:
+    """An error as vLLM writes it."""
+    kind = "BadRequestError" if status == 400 else "InternalServerError"
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return msgspec.json.encode({"error": error})
+
+
+def _choice(index: int, content: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": None, "finish_reason": reason}

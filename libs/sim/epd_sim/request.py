@@ -1,0 +1,145 @@
+"""One request inside a simulated PD engine: its prompts as sequences, and what its embeddings held."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from epd_common.engines import Placeholder
+from epd_common.errors import EpdError
+from epd_sim.answers import answer_length, answer_words, prompts_of
+from epd_sim.parameters import Parameters, RefusedError, read_parameters
+from epd_sim.prompts import ITEM_TOKENS, MediaPart, Prompt
+from epd_sim.replies import Usage
+from epd_sim.scheduler import Sequence, Span
+from epd_sim.sizing import rows_of
+
+
+@dataclass(slots=True, eq=False)
+class PromptInside:
+    """One prompt: its sequence, and the words of its answers once its embeddings are read.
+
+    Attributes:
+        evidence: Texts, and signatures in the places of items; empty ones until they are read.
+        places: Of each item in ``evidence``.
+    """
+
+    sequence: Sequence
+    reason: str
+    evidence: list[str | bytes]
+    places: list[int]
+    expected: list[Placeholder]
+    request: RequestInside
+    _words: list[list[str]] = field(default_factory=list)
+
+    def text(self, choice: int, begin: int, end: int) -> str:
+        """The words from ``begin`` to ``end`` of an answer, which go on from those before."""
+        if not self._words:
+            count = self.sequence.answer_tokens
+            self._words = [
+                answer_words(self.evidence, count, choice=number)
+                for number in range(self.sequence.choices)
+            ]
+        words = self._words[choice][begin:end]
+        return " ".join([""] * (begin > 0) + words)
+
+
+@dataclass(slots=True, eq=False)
+class RequestInside:
+    """A request that is being answered.
+
+    Attributes:
+        changed: An answer has grown, or the request has failed.
+        failure: Why it cannot be answered.
+    """
+
+    parameters: Parameters
+    prompts: list[PromptInside] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: EpdError | None = None
+
+    @property
+    def usage(self) -> Usage:
+        sequences = [prompt.sequence for prompt in self.prompts]
+        return Usage(
+            sum(sequence.prompt_tokens for sequence in sequences),
+            sum(sequence.answer_tokens * sequence.choices for sequence in sequences),
+        )
+
+
+def read_request(
+    route: str,
+    body: dict[str, Any],
+    placeholders: list[Placeholder],
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+) -> RequestInside:
+    """What the engine is to do for a body whose media parts refer to ``placeholders``.
+
+    Raises:
+        RefusedError: it can never be done.
+    """
+    parameters = read_parameters(route, body)
+    if parameters.n > max_num_seqs:
+        raise RefusedError(f"n must be at most {max_num_seqs}, got {parameters.n}", "n")
+    try:
+        prompts = prompts_of(body)
+    except ValueError as error:
+        raise RefusedError(str(error), "prompt") from error
+    request = RequestInside(parameters)
+    for prompt in prompts:
+        request.prompts.append(_inside(request, prompt, placeholders, max_model_len))
+    return request
+
+
+def _inside(
+    request: RequestInside, prompt: Prompt, placeholders: list[Placeholder], max_model_len: int
+) -> PromptInside:
+    spans: list[Span] = []
+    evidence: list[str | bytes] = []
+    places: list[int] = []
+    expected: list[Placeholder] = []
+    tokens = 0
+    for piece in prompt:
+        if not isinstance(piece, MediaPart):
+            evidence.append(piece.text)
+            tokens += piece.tokens
+            continue
+        item = placeholders[piece.part["item"]]
+        rows = rows_of(item.modality, item.metadata)
+        spans.append(Span(item.key, tokens + ITEM_TOKENS // 2, rows))
+        places.append(len(evidence))
+        expected.append(item)
+        evidence.append(b"")
+        tokens += rows + ITEM_TOKENS
+    parameters = request.parameters
+    _check_length(tokens, parameters.limit or 0, max_model_len)
+    answer_tokens, reason = answer_length(len(spans), parameters, max_model_len - tokens)
+    sequence = Sequence(
+        prompt_tokens=tokens,
+        answer_tokens=answer_tokens,
+        spans=tuple(spans),
+        choices=parameters.n,
+        priority=parameters.priority,
+    )
+    return PromptInside(sequence, reason, evidence, places, expected, request)
+
+
+def _check_length(tokens: int, limit: int, max_model_len: int) -> None:
+    context = f"This model's maximum context length is {max_model_len} tokens. However, "
+    if tokens < 1:
+        raise RefusedError("The prompt must have at least one token.", "prompt")
+    if tokens >= max_model_len:
+        raise RefusedError(
+            f"{context}your prompt contains {tokens} input tokens, which exceeds this limit even "
+            "without any output tokens. Please reduce the length of the input prompt.",
+            "input_tokens",
+        )
+    if tokens + limit > max_model_len:
+        raise RefusedError(
+            f"{context}you requested {limit} output tokens and your prompt contains {tokens} input "
+            "tokens. Please reduce one of them.",
+            "max_tokens",
+        )

@@ -15,6 +15,7 @@ from epd_common.engines import EngineInfo, OnSized, Progress, StagedEmbedding
 from epd_common.errors import UpstreamError
 from epd_common.tasks import end
 from epd_sim.device import Device, PunctualSleep, Sleep
+from epd_sim.embedding import DTYPE
 from epd_sim.faults import EngineDiedError, FaultPlan
 from epd_sim.profiles import Profile
 from epd_sim.sizing import size_of
@@ -91,6 +92,8 @@ class SimEngine:
             max_model_len=self._profile.max_model_len,
             special_tokens=SPECIAL_TOKENS,
             encodes=self._encodes,
+            width=self._profile.width,
+            dtype=DTYPE,
             versions={
                 "sim": self._profile.name,
                 "epdflow": importlib.metadata.version("epdflow"),

@@ -43,8 +43,15 @@ STREAMS: dict[Stage, str] = {
 }
 
 
-async def declare_streams(bus: Bus, *, max_jobs: int, replicas: int = 1) -> None:
-    """Create or update the work queues, the dead-letter stream and the registry bucket."""
+async def declare_streams(
+    bus: Bus, *, max_jobs: int, replicas: int = 1, update: bool = True
+) -> None:
+    """Create the work queues, the dead-letter stream and the registry bucket, where they are missing.
+
+    Args:
+        update: Also give them these settings where they have others. That right is the gateway's: who has it
+            could have jobs sent elsewhere, or thrown away.
+    """
     for stage, stream in STREAMS.items():
         await _declare_stream(
             bus.js,
@@ -59,6 +66,7 @@ async def declare_streams(bus: Bus, *, max_jobs: int, replicas: int = 1) -> None
                 duplicate_window=DUPLICATE_WINDOW_S,
                 num_replicas=replicas,
             ),
+            update=update,
         )
     await _declare_stream(
         bus.js,
@@ -71,6 +79,7 @@ async def declare_streams(bus: Bus, *, max_jobs: int, replicas: int = 1) -> None
             max_age=DLQ_MAX_AGE_S,
             num_replicas=replicas,
         ),
+        update=update,
     )
     with contextlib.suppress(BadRequestError):  # another service was first
         await bus.js.create_key_value(
@@ -106,11 +115,12 @@ async def declare_consumers(bus: Bus, stage: Stage, model: str) -> list[str]:
     return names
 
 
-async def _declare_stream(js: JetStreamContext, config: StreamConfig) -> None:
+async def _declare_stream(js: JetStreamContext, config: StreamConfig, *, update: bool) -> None:
     try:
         await js.stream_info(str(config.name))
     except NotFoundError:
         with contextlib.suppress(BadRequestError):  # another service was first
             await js.add_stream(config)
             return
-    await js.update_stream(config)
+    if update:
+        await js.update_stream(config)

@@ -72,6 +72,14 @@ def generate_consumer(model: str, lane: str, place: str = ANY_PLACE) -> str:
     return f"generate-{model_token(model)}-{lane}-{place}"
 
 
+def inbox_prefix(role: str) -> str:
+    """What the inboxes of a role's processes begin with, so that no other role need be let into them.
+
+    Those of clients begin with NATS's own ``_INBOX``.
+    """
+    return f"_INBOX_{role}"
+
+
 def worker_key(role: str, worker: str) -> str:
     """Key of a worker's record in the registry bucket."""
     return f"{role}.{worker}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
+from epd_cli import nats_users, valkey_users
 from epd_common.settings import PREFIX, CommonSettings
 from epd_encoder.settings import EncoderSettings
 from epd_gateway.settings import GatewaySettings
@@ -58,12 +59,18 @@ def _default(name: str, value: object) -> str:
         return COMPUTED[name]
     if value is PydanticUndefined:
         return "(required)"
+    if value is None:
+        return "empty"
     if isinstance(value, tuple):
         value = ",".join(map(str, value))
     return f"`{value}`" if value != "" else "empty"
 
 
-DOCUMENTS = {"docs/configuration.md": configuration}
+DOCUMENTS = {
+    "docs/configuration.md": configuration,
+    "deploy/nats/users.conf": nats_users.users_file,
+    "deploy/valkey/users.conf": valkey_users.users_file,
+}
 
 
 def main() -> int:
@@ -78,7 +85,7 @@ def main() -> int:
             print(f"{name} is out of date: run python scripts/write_docs.py")
             stale = 1
         else:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
             print(f"wrote {name}")
     return stale

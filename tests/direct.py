@@ -41,12 +41,12 @@ async def publish(stack: ServiceStack, stage: str, data: bytes) -> None:
     await stack.bus.js.publish(names[stage](stack.model, "l0"), data)
 
 
-def direct_job(stack: ServiceStack, inbox: Inbox, **fields: Any) -> GenerateJob:
+def direct_job(stack: ServiceStack, inbox: Inbox | str, **fields: Any) -> GenerateJob:
     body = {"messages": [{"role": "user", "content": "hello"}]}
     job = {
         "request_id": secrets.token_hex(8),
         "model": stack.model,
-        "inbox": inbox.subject,
+        "inbox": inbox if isinstance(inbox, str) else inbox.subject,
         "body": json.dumps(body).encode(),
     }
     return GenerateJob(**(job | fields))

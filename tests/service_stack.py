@@ -19,11 +19,14 @@ from typing import Any
 import httpx
 from PIL import Image
 
+from epd_cli.brokers import Brokers
 from epd_common.bus import Bus, Registry
 from epd_common.engines import EncoderEngine, PdEngine
 from epd_common.health import ask_health
 from epd_common.ingest.data_uri import make_data_uri
+from epd_common.login import NatsLogin
 from epd_common.protocol.keys import digest, embedding_key
+from epd_common.protocol.subjects import inbox_prefix
 from epd_common.store import Arena, open_redis
 from epd_encoder.service import EncoderService
 from epd_encoder.settings import EncoderSettings
@@ -110,10 +113,22 @@ class Worker:
 class ServiceStack:
     """Services of one model of their own. Made by :func:`service_stack`."""
 
-    def __init__(self, stack: AsyncExitStack, nats_url: str, redis_url: str, folder: Path) -> None:
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        nats_url: str,
+        redis_url: str,
+        folder: Path,
+        by_role: Brokers | None = None,
+        login: NatsLogin = NatsLogin(),  # noqa: B008 - it is frozen
+        settings: dict[str, Any] | None = None,
+    ) -> None:
         self._stack = stack
         self._folder = folder
+        self._by_role = by_role
+        self._login = login
         self._brokers = {"nats_url": nats_url, "redis_url": redis_url}
+        self._settings = self._brokers | (settings or {})
         self.model = f"fake/{secrets.token_hex(6)}"
         self.fingerprint = secrets.token_hex(32)
         self.encoders: list[Worker] = []
@@ -129,13 +144,20 @@ class ServiceStack:
 
     async def open(self) -> None:
         enter = self._stack.enter_async_context
-        self.bus = await enter(Bus(self._brokers["nats_url"], name="test"))
+        self.bus = await enter(
+            Bus(
+                self._brokers["nats_url"],
+                name="test",
+                login=self._login,
+                inbox=inbox_prefix("operator"),
+            )
+        )
         self.redis = await enter(open_redis(self._brokers["redis_url"]))
 
     async def add_encoder(self, arena: str = "arena", **settings: Any) -> Worker:
         folder = self._folder / arena
         worker = Worker(secrets.token_hex(4), None, folder)  # type: ignore[arg-type]
-        built = EncoderSettings(**self._worker_settings(worker), **settings)
+        built = EncoderSettings(**self._worker_settings(worker, "encoder"), **settings)
 
         def make_engine(staging: Path) -> EncoderEngine:
             worker.engines.append(self.encoder_engine(built, staging))
@@ -148,7 +170,7 @@ class ServiceStack:
     async def add_pd(self, arena: str = "arena", **settings: Any) -> Worker:
         folder = self._folder / arena
         worker = Worker(secrets.token_hex(4), None, folder)  # type: ignore[arg-type]
-        built = PdSettings(**self._worker_settings(worker), **settings)
+        built = PdSettings(**self._worker_settings(worker, "pd"), **settings)
 
         def make_engine(arena: Arena) -> PdEngine:
             worker.engines.append(self.pd_engine(built, arena))
@@ -168,7 +190,11 @@ class ServiceStack:
     async def add_gateway(self, **settings: Any) -> None:
         self.gateway_id = secrets.token_hex(4)
         built = GatewaySettings(
-            **self._brokers, worker_id=self.gateway_id, port=0, heartbeat_s=0.5, **settings
+            **self._urls("gateway"),
+            worker_id=self.gateway_id,
+            port=0,
+            heartbeat_s=0.5,
+            **settings,
         )
         self.gateway = self._run("gateway", lambda stop: serve(built, stop))
         self.registry = await self._stack.enter_async_context(Registry(self.bus))
@@ -177,9 +203,15 @@ class ServiceStack:
             httpx.AsyncClient(base_url=self._gateway_url(), timeout=BOUND_S)
         )
 
-    def _worker_settings(self, worker: Worker) -> dict[str, Any]:
+    def _urls(self, role: str) -> dict[str, Any]:
+        if self._by_role is None:
+            return self._settings
+        nats, redis = self._by_role.nats, self._by_role.redis
+        return {"nats_url": nats.url_for(role), "redis_url": redis.url_for(role)}
+
+    def _worker_settings(self, worker: Worker, role: str) -> dict[str, Any]:
         return {
-            **self._brokers,
+            **self._urls(role),
             "model": self.model,
             "worker_id": worker.id,
             "arena_dir": worker.arena,
@@ -290,10 +322,17 @@ async def service_stack(
 
 
 @contextlib.asynccontextmanager
-async def bare_stack(nats_url: str, redis_url: str, folder: Path) -> AsyncIterator[ServiceStack]:
-    """Nothing but connections; the test adds services."""
+async def bare_stack(
+    nats_url: str, redis_url: str, folder: Path, **options: Any
+) -> AsyncIterator[ServiceStack]:
+    """Nothing but connections; the test adds services.
+
+    Args:
+        options: ``by_role``: brokers on which services have their roles' rights. ``login``: of the test's own
+            connection. ``settings``: of all services.
+    """
     async with AsyncExitStack() as stack:
-        made = ServiceStack(stack, nats_url, redis_url, folder)
+        made = ServiceStack(stack, nats_url, redis_url, folder, **options)
         await made.open()
         yield made
 

@@ -7,7 +7,6 @@ alone: a check that is missing shows as an attempt, and never leaves this machin
 from __future__ import annotations
 
 import asyncio
-import datetime
 import ipaddress
 import ssl
 from collections.abc import AsyncIterator, Iterable
@@ -17,10 +16,8 @@ from typing import Any
 
 import httpcore
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
+from certificates import certificate
 from epd_common.errors import BadRequestError, EpdError, TooLargeError
 from epd_gateway.addresses import AllowedHost, is_public, parse_allowed_hosts
 from epd_gateway.fetch import MediaFetcher
@@ -497,34 +494,3 @@ def test_allow_list() -> None:
 def test_allow_list_entries_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="is not a host"):
         parse_allowed_hosts(f"good.example,{text}")
-
-
-def certificate(folder: Path, name: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """TLS settings of a server with a fresh certificate, and of a client that trusts it."""
-    secret = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    signed = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(secret.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(secret, hashes.SHA256())
-    )
-    pem = folder / "server.pem"
-    pem.write_bytes(
-        secret.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-        + signed.public_bytes(serialization.Encoding.PEM)
-    )
-    serves = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    serves.load_cert_chain(pem)
-    return serves, ssl.create_default_context(cafile=str(pem))

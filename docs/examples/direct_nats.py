@@ -3,6 +3,7 @@
     pip install nats-py msgpack
     python direct_nats.py "What is in image #1?" picture.png     # where `epd up` runs
     python direct_nats.py --nats nats://user:password@host:4222 "What is in image #1?" picture.png
+    python direct_nats.py --nats nats://client:password@host:4222 --inbox-prefix _INBOX.client "Hello"
 
 It publishes one generate job, with the pictures inline, and prints the answer as its frames arrive.
 The messages are described in ``docs/protocol.md``.
@@ -173,6 +174,9 @@ async def main() -> int:
         default=local_nats(),
         help="credentials inside; default: what `epd up` started here",
     )
+    parser.add_argument(
+        "--inbox-prefix", default="_INBOX", help="where the NATS user may be answered"
+    )
     parser.add_argument("--model", help="default: the one that is served")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds")
     options = parser.parse_args()
@@ -182,7 +186,11 @@ async def main() -> int:
         return 1
     try:
         client = await nats.connect(
-            options.nats, allow_reconnect=False, connect_timeout=5, error_cb=no_noise
+            options.nats,
+            allow_reconnect=False,
+            connect_timeout=5,
+            error_cb=no_noise,
+            inbox_prefix=options.inbox_prefix,
         )
     except (OSError, nats.errors.Error) as error:
         print(f"cannot connect to NATS ({error}); is the URL right?", file=sys.stderr)

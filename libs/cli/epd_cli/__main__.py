@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from epd_cli.key import add_key_arguments, run_key
 from epd_common.errors import EpdError
+from epd_common.settings import SettingsError
 from epd_common.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ def main() -> None:
     configure_logging("warning", "text")
     try:
         sys.exit(asyncio.run(arguments.run(arguments)))
-    except EpdError as error:
+    except (EpdError, SettingsError) as error:
         print(f"epd {arguments.command}: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
@@ -54,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
             _dlq,
             "Look at the jobs that were given up, and what to do with them.",
         ),
+        ("key", add_key_arguments, run_key, "Make API keys for the gateway."),
         ("doctor", _broker_arguments, _doctor, "Check what this machine has, and the brokers."),
     ):
         command = commands.add_parser(

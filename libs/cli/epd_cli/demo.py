@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from epd_cli.album import Album, Case
+from epd_cli.connect import operator_client
 from epd_cli.progress import show_progress
 from epd_cli.stack import Stack, StackOptions, run_stack
-from epd_common.client import CHAT, connect
+from epd_common.client import CHAT
 from epd_common.errors import EpdError
 
 MAX_TOKENS = 64
@@ -123,7 +124,7 @@ async def _streamed(stack: Stack, body: dict[str, Any], outcome: Outcome) -> Non
 
 
 async def _over_nats(stack: Stack, body: dict[str, Any], outcome: Outcome) -> None:
-    async with connect(stack.nats_url, stack.redis_url) as client:
+    async with operator_client(stack.nats_url, stack.redis_url) as client:
         answer = await client.complete(CHAT, body, TIMEOUT_S)
     outcome.answer = answer.text
     outcome.ttft_s = answer.ttft_s

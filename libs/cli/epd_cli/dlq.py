@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from epd_common.bus import Bus
+from epd_cli.connect import operator_bus
 from epd_common.bus.dead_letters import DeadLetters, Letter
 
 MAX_SHOWN_BYTES = 2000
@@ -18,7 +18,7 @@ MAX_SHOWN_BYTES = 2000
 
 async def list_letters(nats_url: str, *, as_json: bool) -> int:
     """Print all letters; exit code 0 also where there is none."""
-    async with Bus(nats_url, name="epd dlq") as bus:
+    async with operator_bus(nats_url, name="epd dlq") as bus:
         letters = [letter async for letter in DeadLetters(bus).all()]
     if as_json:
         print(json.dumps([_fields(letter) for letter in letters], indent=1))
@@ -37,7 +37,7 @@ async def list_letters(nats_url: str, *, as_json: bool) -> int:
 
 async def show_letter(nats_url: str, number: int) -> int:
     """Print one letter with the job inside, without the media."""
-    async with Bus(nats_url, name="epd dlq") as bus:
+    async with operator_bus(nats_url, name="epd dlq") as bus:
         letter = await DeadLetters(bus).get(number)
     fields = _fields(letter)
     job = letter.job()
@@ -50,7 +50,7 @@ async def show_letter(nats_url: str, number: int) -> int:
 
 async def requeue_letters(nats_url: str, numbers: list[int], *, timeout_s: float) -> int:
     """Put jobs back into their queues; all letters if no number is given."""
-    async with Bus(nats_url, name="epd dlq") as bus:
+    async with operator_bus(nats_url, name="epd dlq") as bus:
         letters = DeadLetters(bus)
         for number in numbers or [letter.number async for letter in letters.all()]:
             await letters.requeue(number, timeout_s=timeout_s)
@@ -60,7 +60,7 @@ async def requeue_letters(nats_url: str, numbers: list[int], *, timeout_s: float
 
 async def drop_letters(nats_url: str, numbers: list[int]) -> int:
     """Forget letters; all if no number is given."""
-    async with Bus(nats_url, name="epd dlq") as bus:
+    async with operator_bus(nats_url, name="epd dlq") as bus:
         letters = DeadLetters(bus)
         for number in numbers or [letter.number async for letter in letters.all()]:
             await letters.drop(number)

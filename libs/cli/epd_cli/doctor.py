@@ -9,10 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from epd_cli.connect import operator_bus, operator_redis
 from epd_cli.server_process import find_binary
-from epd_common.bus import Bus
 from epd_common.errors import EpdError
-from epd_common.store import open_redis
 
 MIN_TMPFS_BYTES = 1 << 30
 
@@ -67,11 +66,11 @@ async def _binary(distribution: str, name: str) -> str:
 
 
 async def _nats(url: str) -> str:
-    async with Bus(url, name="epd doctor") as bus:
+    async with operator_bus(url, name="epd doctor") as bus:
         return f"version {bus.client.connected_server_version}"
 
 
 async def _redis(url: str) -> str:
-    async with open_redis(url) as redis:
+    async with operator_redis(url) as redis:
         info = await redis.info("server")
         return f"version {info.get('valkey_version') or info['redis_version']}"

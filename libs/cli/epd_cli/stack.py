@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from epd_cli.brokers import embedded_brokers
+from epd_cli.brokers import Brokers, embedded_brokers
+from epd_cli.connect import operator_bus
 from epd_cli.processes import ServiceProcess
 from epd_cli.server_process import ServerProcess
-from epd_common.bus import Bus, Registry, WorkerView
+from epd_common.bus import Registry, WorkerView
 from epd_common.errors import EpdError
 from epd_common.tasks import end
 
@@ -165,13 +166,13 @@ async def run_stack(options: StackOptions, report: Report) -> AsyncIterator[Stac
         stack.callback(shutil.rmtree, arena, ignore_errors=True)
         # vLLM's sockets between its processes, which it leaves behind when it is killed.
         ipc = stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-ipc-", dir="/tmp"))
-        services = _services(options, nats_url, redis_url, arena, logs, ipc)
+        services = _services(options, brokers, arena, logs, ipc)
         stack.callback(state_path.unlink, missing_ok=True)
         up: list[bool] = []  # filled once they take work
         stack.push_async_callback(_stop_all, services, up)
         for service in services:
             await service.start()
-        bus = await stack.enter_async_context(Bus(nats_url, name="epd up"))
+        bus = await stack.enter_async_context(operator_bus(nats_url, name="epd up"))
         registry = await stack.enter_async_context(Registry(bus))
         await _until_ready(services, registry, report)
         up.append(True)
@@ -193,11 +194,9 @@ async def run_stack(options: StackOptions, report: Report) -> AsyncIterator[Stac
 
 
 def _services(
-    options: StackOptions, nats_url: str, redis_url: str, arena: Path, logs: Path, ipc: str
+    options: StackOptions, brokers: Brokers, arena: Path, logs: Path, ipc: str
 ) -> list[ServiceProcess]:
     common = {
-        "EPD_NATS_URL": nats_url,
-        "EPD_REDIS_URL": redis_url,
         "EPD_ENGINE": options.engine,
         "EPD_MODEL": options.model,
         "EPD_SERVED_MODEL": options.served_model,
@@ -212,7 +211,19 @@ def _services(
     names = [("gateway", "gateway-1")]
     names += [("encoder", f"encoder-{n}") for n in range(1, options.encoders + 1)]
     names += [("pd", f"pd-{n}") for n in range(1, options.pds + 1)]
-    return [ServiceProcess(role, name, common, logs / f"{name}.log") for role, name in names]
+    return [
+        ServiceProcess(
+            role,
+            name,
+            {
+                "EPD_NATS_URL": options.nats_url or brokers.nats.url_for(role),
+                "EPD_REDIS_URL": options.redis_url or brokers.redis.url_for(role),
+                **common,
+            },
+            logs / f"{name}.log",
+        )
+        for role, name in names
+    ]
 
 
 async def _stop_all(services: list[ServiceProcess], up: list[bool]) -> None:

@@ -9,12 +9,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from epd_common.bus import Bus, Registry
+from epd_cli.connect import operator_bus
+from epd_common.bus import Registry
 
 
 async def status(nats_url: str, *, as_json: bool) -> int:
     """Print the registry; exit code 1 if no model can be served."""
-    async with Bus(nats_url, name="epd status") as bus, Registry(bus) as registry:
+    async with operator_bus(nats_url, name="epd status") as bus, Registry(bus) as registry:
         views = registry.workers()
         models = registry.models()
     rows: list[dict[str, Any]] = [

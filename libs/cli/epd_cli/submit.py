@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from epd_common.client import connect
+from epd_cli.connect import operator_client
 from epd_common.errors import BadRequestError
 
 
@@ -23,7 +23,7 @@ async def submit(
 ) -> int:
     """Ask, and print the answer; what became of each picture goes to standard error."""
     pictures = [await asyncio.to_thread(_read, path) for path in images]
-    async with connect(nats_url, redis_url) as client:
+    async with operator_client(nats_url, redis_url) as client:
         answer = await client.chat(
             text,
             images=pictures,

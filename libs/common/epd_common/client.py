@@ -15,12 +15,14 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from epd_common.bus import Bus, Registry
 from epd_common.errors import EpdError, UnavailableError, from_status
 from epd_common.ingest import Ingest, IngestLimits, PictureChecker
 from epd_common.ingest.data_uri import make_data_uri
+from epd_common.login import NatsLogin
 from epd_common.orders import Orders
 from epd_common.replies import ReplyHub
 from epd_common.requester import ItemOrigin, Requester
@@ -119,15 +121,29 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def connect(nats_url: str, redis_url: str) -> AsyncIterator[Client]:
-    """Connect to the brokers.
+async def connect(
+    nats_url: str,
+    redis_url: str,
+    *,
+    login: NatsLogin = NatsLogin(),  # noqa: B008 - it is frozen
+    redis_ca: Path | None = None,
+    inbox: str = "_INBOX",
+) -> AsyncIterator[Client]:
+    """Connect to the brokers, with the rights of an operator, as it orders encodes itself.
+
+    Args:
+        login: What NATS asks for beside the URL.
+        redis_ca: Certificates (PEM) that Valkey's may be signed by, for a ``rediss://`` URL.
+        inbox: What the subjects begin with on which answers come.
 
     Raises:
         UnavailableError: one of them does not answer.
     """
     async with AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(Bus(nats_url, name="epd-client"))
-        redis = await stack.enter_async_context(open_redis(redis_url))
+        bus = await stack.enter_async_context(
+            Bus(nats_url, name="epd-client", login=login, inbox=inbox)
+        )
+        redis = await stack.enter_async_context(open_redis(redis_url, ca=redis_ca))
         limits = IngestLimits()
         media = MediaStore(redis, ttl_s=TTL_S)
         pictures = await stack.enter_async_context(PictureChecker(limits))

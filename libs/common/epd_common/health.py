@@ -10,6 +10,7 @@ import nats.errors
 
 from epd_common.bus import Bus
 from epd_common.errors import EpdError
+from epd_common.protocol import subjects
 from epd_common.settings import CommonSettings, SettingsError, load_settings
 
 TIMEOUT_S = 3.0
@@ -33,7 +34,7 @@ def main_healthcheck(role: str) -> int:
     """0 if the worker that ``EPD_WORKER_ID`` names takes work, else 1 and the reason."""
     try:
         settings = load_settings(CommonSettings)
-        answer = asyncio.run(_ask(settings))
+        answer = asyncio.run(_ask(settings, role))
     except (SettingsError, EpdError, TimeoutError, nats.errors.Error) as error:
         print(f"{role}: {error}", file=sys.stderr)
         return 1
@@ -41,6 +42,12 @@ def main_healthcheck(role: str) -> int:
     return 0 if answer.get("ok") else 1
 
 
-async def _ask(settings: CommonSettings) -> dict[str, object]:
-    async with Bus(settings.nats_url, name="healthcheck") as bus:
+async def _ask(settings: CommonSettings, role: str) -> dict[str, object]:
+    bus = Bus(
+        settings.nats_url,
+        name="healthcheck",
+        login=settings.nats_login(),
+        inbox=subjects.inbox_prefix(role),
+    )
+    async with bus:
         return await ask_health(bus, settings.worker_id)

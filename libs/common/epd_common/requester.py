@@ -60,6 +60,7 @@ class Requester:
         *,
         timeout_s: float,
         scope: str = "",
+        files_of: str | None = None,
         traceparent: str = "",
     ) -> AsyncIterator[SentRequest]:
         """Submit a request; leaving the context before its end cancels it.
@@ -69,6 +70,7 @@ class Requester:
             body: OpenAI body, media as URLs, data URIs or file ids.
             timeout_s: The request's deadline from now.
             scope: Cache scope (tenant).
+            files_of: The tenant whose uploads the body may name, where that is not the scope.
 
         Raises:
             EpdError: bad input, no worker, a full queue, a broker that is away.
@@ -81,6 +83,7 @@ class Requester:
             body=body,
             fingerprint=worker.fingerprint,
             scope=scope,
+            files_of=files_of,
             special_tokens=worker.special_tokens,
             modalities=worker.modalities,
         )
@@ -111,13 +114,14 @@ class Requester:
             claims = await self._orders.submit(job, context)
             yield SentRequest(reply, prepared.items, [_origin(claim) for claim in claims])
 
-    async def encode_early(self, item: Item, worker: WorkerRecord) -> None:
+    async def encode_early(self, item: Item, worker: WorkerRecord, *, scope: str) -> None:
         """Have an item encoded before any request asks for it."""
         claims = await self._orders.claim([item])
         context = OrderContext(
             model=worker.model,
             fingerprint=worker.fingerprint,
             request_id=f"upload-{item.digest[:16]}",
+            scope=scope,
             background=True,
         )
         await self._orders.publish_encodes([item], claims, context)

@@ -11,14 +11,18 @@ import os
 import socket
 import uuid
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, FilePath, ValidationError, field_validator, model_validator
+from pydantic.config import JsonDict
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from epd_common.ingest.limits import IngestLimits
+from epd_common.login import NatsLogin, check_ca
 
 PREFIX = "EPD_"
+SECRET: JsonDict = {"secret": True}
+"""Marks a setting whose value no message shows."""
 
 S = TypeVar("S", bound="CommonSettings")
 
@@ -32,10 +36,30 @@ class CommonSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
 
-    nats_url: str = Field("nats://127.0.0.1:4222", description="NATS server, credentials inside.")
+    nats_url: str = Field(
+        "nats://127.0.0.1:4222",
+        description="NATS server, credentials inside; `tls://` insists on TLS.",
+        json_schema_extra=SECRET,
+    )
+    nats_creds: FilePath | None = Field(
+        None, description="Credentials file of a NATS user (JWT and NKey seed)."
+    )
+    nats_nkey_seed_file: FilePath | None = Field(
+        None, description="File with the NKey seed of a NATS user."
+    )
+    nats_ca: FilePath | None = Field(
+        None,
+        description="Certificates (PEM) that NATS's may be signed by; insists on TLS. Default: the system's.",
+    )
     redis_url: str = Field(
         "redis://127.0.0.1:6379/0",
-        description="Valkey or Redis, credentials inside; `unix://` for a socket.",
+        description="Valkey or Redis, credentials inside; `unix://` for a socket, `rediss://` for TLS.",
+        json_schema_extra=SECRET,
+    )
+    redis_ca: FilePath | None = Field(
+        None,
+        description="Certificates (PEM) that Valkey's may be signed by, with `rediss://`. Default: the "
+        "system's.",
     )
     node: str = Field(
         default_factory=socket.gethostname,
@@ -70,8 +94,29 @@ class CommonSettings(BaseSettings):
         description="Seconds after which an encode that nobody finished may be started again.",
     )
     queue_max_jobs: int = Field(
-        10_000, ge=1, description="Jobs a queue holds before it answers 429."
+        10_000,
+        ge=1,
+        description="Jobs a queue holds before it answers 429; the gateway's value counts.",
     )
+
+    @field_validator("nats_creds", "nats_nkey_seed_file", "nats_ca", "redis_ca", mode="before")
+    @classmethod
+    def _empty_is_none(cls, value: object) -> object:
+        return None if value == "" else value
+
+    @model_validator(mode="after")
+    def _check_logins(self) -> Self:
+        self.nats_login().check()
+        if self.redis_ca is not None:
+            if not self.redis_url.startswith("rediss://"):
+                raise ValueError("EPD_REDIS_CA is set, so EPD_REDIS_URL must begin with rediss://")
+            check_ca(self.redis_ca, "EPD_REDIS_CA")
+        return self
+
+    def nats_login(self) -> NatsLogin:
+        return NatsLogin(
+            creds=self.nats_creds, nkey_seed_file=self.nats_nkey_seed_file, ca=self.nats_ca
+        )
 
 
 class IngestSettings(CommonSettings):
@@ -154,23 +199,30 @@ class WorkerSettings(CommonSettings):
         return self.served_model or self.model
 
 
-def load_settings(cls: type[S]) -> S:
+def load_settings(cls: type[S], **given: Any) -> S:
     """Build the settings from the environment.
+
+    Args:
+        given: Settings that come from elsewhere, e.g. a command line.
 
     Raises:
         SettingsError: naming each variable, its value and what is allowed.
     """
     try:
-        return cls()
+        return cls(**given)
     except ValidationError as error:
         lines = []
-        for problem in error.errors():
+        for problem in error.errors(include_input=False):
+            if not problem["loc"]:  # settings that do not fit each other; the text names them
+                lines.append(problem["msg"])
+                continue
             variable = PREFIX + "_".join(str(part) for part in problem["loc"]).upper()
+            setting = cls.model_fields[str(problem["loc"][0])]
             if problem["type"] == "missing":
-                lines.append(
-                    f"{variable} is not set: {cls.model_fields[str(problem['loc'][0])].description}"
-                )
+                lines.append(f"{variable} is not set: {setting.description}")
+            elif setting.json_schema_extra == SECRET:
+                lines.append(f"{variable}: {problem['msg']}")
             else:
                 value = os.environ.get(variable, "")
                 lines.append(f"{variable}={value!r}: {problem['msg']}")
-        raise SettingsError("\n".join(lines)) from error
+        raise SettingsError("\n".join(lines)) from None  # the cause shows what was given

@@ -21,7 +21,7 @@ from epd_common.encode import Encoding
 from epd_common.engines import EncoderEngine, EngineInfo, Progress
 from epd_common.errors import EpdError, UnavailableError, UpstreamError
 from epd_common.lifecycle import wait_any
-from epd_common.protocol import Locator, WorkerRecord, WorkerState
+from epd_common.protocol import Locator, WorkerRecord, WorkerState, subjects
 from epd_common.protocol.subjects import Stage
 from epd_common.protocol.workers import Encodes
 from epd_common.settings import WorkerSettings
@@ -300,10 +300,15 @@ async def connect(
 ) -> Connections:
     """Connect to the brokers, open this node's arena, and enter the registry as ``starting``."""
     bus = await stack.enter_async_context(
-        Bus(settings.nats_url, name=f"epd-{role} {settings.worker_id}")
+        Bus(
+            settings.nats_url,
+            name=f"epd-{role} {settings.worker_id}",
+            login=settings.nats_login(),
+            inbox=subjects.inbox_prefix(role),
+        )
     )
-    redis = await stack.enter_async_context(open_redis(settings.redis_url))
-    await declare_streams(bus, max_jobs=settings.queue_max_jobs)
+    redis = await stack.enter_async_context(open_redis(settings.redis_url, ca=settings.redis_ca))
+    await declare_streams(bus, max_jobs=settings.queue_max_jobs, update=False)
     arena = Arena(settings.arena_dir, quota_bytes=settings.arena_bytes, worker=settings.worker_id)
     arena.open()
     stack.callback(arena.close)

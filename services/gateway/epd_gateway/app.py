@@ -31,6 +31,7 @@ from epd_common.ingest.body import parse_body
 from epd_common.replies import ReplyHub
 from epd_common.requester import Requester
 from epd_common.store import MediaStore
+from epd_gateway.auth import KeyRing, RequireKey, caller_of
 from epd_gateway.bodies import read_body
 from epd_gateway.files import add_file_routes
 from epd_gateway.metrics import GatewayMetrics
@@ -50,6 +51,7 @@ class Edge:
     """What the routes use."""
 
     settings: GatewaySettings
+    keys: KeyRing
     bus: Bus
     redis: Redis
     registry: Registry
@@ -86,6 +88,12 @@ def build_app(edge: Edge) -> FastAPI:
     """The HTTP application."""
     app = FastAPI(title="epdflow gateway", docs_url=None, redoc_url=None, openapi_url=None)
     _add_error_handlers(app)
+    app.add_middleware(
+        RequireKey,
+        keys=edge.keys,
+        cache_scope=edge.settings.cache_scope,
+        refused=edge.metrics.refused,
+    )
     for route in GENERATE_ROUTES:
         app.add_api_route(route, _generate(edge, route), methods=["POST"])
     add_file_routes(app, edge)
@@ -131,6 +139,7 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
         started = time.monotonic()
         if edge.draining:
             raise UnavailableError("the gateway is shutting down", retry_after_s=1.0)
+        caller = caller_of(request)
         timeout_s = _deadline(request, edge.settings.deadline_s)
         body = await _json_body(request, edge.settings.max_body_bytes)
         return Relay(
@@ -138,6 +147,8 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
                 route,
                 body,
                 timeout_s=timeout_s,
+                scope=caller.scope,
+                files_of=caller.tenant,
                 traceparent=request.headers.get("traceparent", ""),
             ),
             metrics=edge.metrics,

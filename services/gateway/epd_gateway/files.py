@@ -20,6 +20,7 @@ from epd_common.errors import (
 from epd_common.protocol import Item, Media
 from epd_common.protocol.keys import embedding_key
 from epd_common.store import StoredFile, UploadedFile
+from epd_gateway.auth import Caller, caller_of
 
 if TYPE_CHECKING:
     from epd_gateway.app import Edge
@@ -31,29 +32,32 @@ _FORM_OVERHEAD_BYTES = 64 * 1024
 
 
 def add_file_routes(app: FastAPI, edge: Edge) -> None:
-    """Add ``/v1/files``."""
+    """Add ``/v1/files``. A tenant's files are its own, whatever it shares of the cache."""
 
     @app.post("/v1/files")
     async def upload(request: Request) -> Any:
+        caller = caller_of(request)
         data, filename, declared = await _read_form(request, edge.settings.max_media_bytes)
         stored = await edge.ingest.admit(data, declared=declared, place="file")
-        uploaded = await edge.media.add_file(stored, filename=filename, purpose=PURPOSE, scope="")
-        await _encode_early(edge, stored)
+        uploaded = await edge.media.add_file(
+            stored, filename=filename, purpose=PURPOSE, scope=caller.tenant
+        )
+        await _encode_early(edge, stored, caller)
         return _shown(uploaded)
 
     @app.get("/v1/files/{file_id}")
-    async def show(file_id: str) -> Any:
-        return _shown(await _find(edge, file_id))
+    async def show(request: Request, file_id: str) -> Any:
+        return _shown(await _find(edge, file_id, caller_of(request)))
 
     @app.get("/v1/files/{file_id}/content")
-    async def content(file_id: str) -> Response:
-        found = await _find(edge, file_id)
+    async def content(request: Request, file_id: str) -> Response:
+        found = await _find(edge, file_id, caller_of(request))
         data = await edge.media.get(found.file.ref)
         return Response(data or b"", media_type=found.file.content_type)
 
     @app.delete("/v1/files/{file_id}")
-    async def delete(file_id: str) -> Any:
-        if not await edge.media.delete_file(file_id, ""):
+    async def delete(request: Request, file_id: str) -> Any:
+        if not await edge.media.delete_file(file_id, caller_of(request).tenant):
             raise _unknown(file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
@@ -88,7 +92,7 @@ async def _read_form(request: Request, max_bytes: int) -> tuple[bytes, str, str]
         raise BadRequestError(f"the form cannot be read: {error.message}") from error
 
 
-async def _encode_early(edge: Edge, stored: StoredFile) -> None:
+async def _encode_early(edge: Edge, stored: StoredFile, caller: Caller) -> None:
     """Start the encode for every model that has workers; that it cannot start is no error of the upload."""
     for model in edge.registry.models():
         try:
@@ -96,20 +100,24 @@ async def _encode_early(edge: Edge, stored: StoredFile) -> None:
             edge.requester.require_encoder(worker)
             item = Item(
                 media=Media(ref=stored.ref, content_type=stored.content_type),
-                key=embedding_key(media_digest=stored.digest, fingerprint=worker.fingerprint),
+                key=embedding_key(
+                    media_digest=stored.digest,
+                    fingerprint=worker.fingerprint,
+                    scope=caller.scope,
+                ),
                 digest=stored.digest,
                 width=stored.width,
                 height=stored.height,
             )
-            await edge.requester.encode_early(item, worker)
+            await edge.requester.encode_early(item, worker, scope=caller.scope)
         except EpdError as error:
             logger.warning(
                 "no early encode for %s: %s", model, error, extra={"digest": stored.digest}
             )
 
 
-async def _find(edge: Edge, file_id: str) -> UploadedFile:
-    found = await edge.media.uploaded(file_id, "")
+async def _find(edge: Edge, file_id: str, caller: Caller) -> UploadedFile:
+    found = await edge.media.uploaded(file_id, caller.tenant)
     if found is None:
         raise _unknown(file_id)
     return found

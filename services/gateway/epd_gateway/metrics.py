@@ -39,6 +39,11 @@ class GatewayMetrics:
             ("origin",),
             registry=self.registry,
         )
+        self.refused = Counter(
+            "epd_gateway_refused_keys",
+            "Requests that were not let in: no API key, or a wrong one.",
+            registry=self.registry,
+        )
         self.open_requests = Gauge(
             "epd_gateway_open_requests", "Requests being answered now.", registry=self.registry
         )

@@ -19,11 +19,12 @@ from epd_common.errors import UnavailableError
 from epd_common.ingest import Ingest, PictureChecker
 from epd_common.lifecycle import wait_any
 from epd_common.orders import Orders
-from epd_common.protocol import WorkerRecord, WorkerState
+from epd_common.protocol import WorkerRecord, WorkerState, subjects
 from epd_common.replies import ReplyHub
 from epd_common.requester import Requester
 from epd_common.store import KeyStates, MediaStore, open_redis
 from epd_gateway.app import Edge, build_app
+from epd_gateway.auth import KeyRing
 from epd_gateway.fetch import MediaFetcher
 from epd_gateway.settings import GatewaySettings
 
@@ -41,12 +42,20 @@ class _Server(uvicorn.Server):
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """Connect, serve HTTP until ``stop``, let running requests finish, close."""
     async with AsyncExitStack() as stack:
+        keys = await stack.enter_async_context(KeyRing(settings.api_keys, settings.api_keys_file))
         bus = await stack.enter_async_context(
-            Bus(settings.nats_url, name=f"epd-gateway {settings.worker_id}")
+            Bus(
+                settings.nats_url,
+                name=f"epd-gateway {settings.worker_id}",
+                login=settings.nats_login(),
+                inbox=subjects.inbox_prefix("gateway"),
+            )
         )
-        redis = await stack.enter_async_context(open_redis(settings.redis_url))
+        redis = await stack.enter_async_context(
+            open_redis(settings.redis_url, ca=settings.redis_ca)
+        )
         await declare_streams(bus, max_jobs=settings.queue_max_jobs)
-        edge = await _edge(stack, settings, bus, redis)
+        edge = await _edge(stack, settings, keys, bus, redis)
         listening = _listen(settings)
         stack.callback(listening.close)
         server = _Server(
@@ -71,7 +80,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 bus, lambda beat: _record(settings, edge, url, beat), every_s=settings.heartbeat_s
             )
         )
-        logger.info("listening on %s", url)
+        logger.info("listening on %s; API keys: %s", url, "yes" if keys.required else "no")
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(server.serve(sockets=[listening]), name="http")
             await wait_any(stop, bus.lost)
@@ -82,7 +91,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             raise UnavailableError("the connection to NATS is lost for good; the process ends")
 
 
-async def _edge(stack: AsyncExitStack, settings: GatewaySettings, bus: Bus, redis: Redis) -> Edge:
+async def _edge(
+    stack: AsyncExitStack, settings: GatewaySettings, keys: KeyRing, bus: Bus, redis: Redis
+) -> Edge:
     limits = settings.ingest_limits()
     media = MediaStore(redis, ttl_s=settings.media_ttl_s)
     pictures = await stack.enter_async_context(PictureChecker(limits))
@@ -102,6 +113,7 @@ async def _edge(stack: AsyncExitStack, settings: GatewaySettings, bus: Bus, redi
     )
     return Edge(
         settings=settings,
+        keys=keys,
         bus=bus,
         redis=redis,
         registry=registry,

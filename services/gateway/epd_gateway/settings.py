@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, FilePath, field_validator
 from pydantic_settings import NoDecode
 
-from epd_common.settings import IngestSettings
+from epd_common.api_keys import ApiKey, CacheScope, parse_list
+from epd_common.settings import SECRET, IngestSettings
 from epd_gateway.addresses import AllowedHost, parse_allowed_hosts
+from epd_gateway.auth import read_keys
 
 
 class GatewaySettings(IngestSettings):
@@ -27,6 +30,42 @@ class GatewaySettings(IngestSettings):
         description="Comma-separated `host[:port]`: opens plain http and private addresses for media "
         "URLs of these hosts alone.",
     )
+
+    api_keys_file: FilePath | None = Field(
+        None,
+        description="File of API keys' hashes, one a line as `epd key new` prints it; read again when it "
+        "changes. With this or `EPD_API_KEYS`, requests need a key.",
+    )
+    api_keys: Annotated[tuple[ApiKey, ...], NoDecode] = Field(
+        (),
+        description="API keys' hashes as in that file, with `;` between them.",
+        json_schema_extra=SECRET,
+    )
+    cache_scope: CacheScope = Field(
+        "tenant",
+        description="Whose embeddings a request may reuse: `tenant`, those of its API key's tenant, or "
+        "`shared`, those of all. A key's own `cache_scope=` comes first.",
+    )
+
+    @field_validator("api_keys_file", mode="before")
+    @classmethod
+    def _no_file(cls, value: object) -> object:
+        return None if value == "" else value
+
+    @field_validator("api_keys_file")
+    @classmethod
+    def _readable(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            try:
+                read_keys(value.read_bytes())
+            except OSError as error:
+                raise ValueError(f"it cannot be read: {error.strerror}") from None
+        return value
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _parse_keys(cls, value: object) -> object:
+        return parse_list(value) if isinstance(value, str) else value
 
     @field_validator("media_allow_hosts", mode="before")
     @classmethod

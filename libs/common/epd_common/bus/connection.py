@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import logging
 import secrets
+import ssl
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
@@ -20,6 +22,7 @@ from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 
 from epd_common.errors import BusyError, TooLargeError, UnavailableError
+from epd_common.login import NatsLogin
 from epd_common.protocol.base import Message
 from epd_common.protocol.codec import encode
 from epd_common.tasks import end
@@ -38,17 +41,44 @@ _MSGS_EXCEEDED = 10077  # JetStream: maximum messages exceeded (discard=new)
 _BYTES_EXCEEDED = 10122
 
 
+class _Client(Client):  # type: ignore[misc]  # nats-py is untyped
+    """nats-py's client, which by itself sends the password in clear where a server does not ask for TLS."""
+
+    def __init__(self, *, insists_on_tls: bool) -> None:
+        super().__init__()
+        self._insists_on_tls = insists_on_tls
+
+    def _connect_command(self) -> bytes:
+        if self._insists_on_tls and not self._server_info.get("tls_required"):
+            raise nats.errors.SecureConnWantedError
+        command: bytes = super()._connect_command()
+        return command
+
+
 class Bus:
     """An open connection. Use as an async context manager; leaving it drains.
 
     A broker that goes away is reconnected to for ever; meanwhile publishing raises
     :class:`~epd_common.errors.UnavailableError`.
+
+    Args:
+        inbox: What the subjects begin with on which this connection is answered.
     """
 
-    def __init__(self, url: str, *, name: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        login: NatsLogin = NatsLogin(),  # noqa: B008 - it is frozen
+        inbox: str = "_INBOX",
+    ) -> None:
         self._url = url
         self._name = name
-        self._client = Client()
+        self._login = login
+        self._inbox = inbox
+        insists_on_tls = login.ca is not None or url.startswith("tls://")
+        self._client = _Client(insists_on_tls=insists_on_tls)
         self._closing = False
         self._last_error = ""
         self._refused = asyncio.Event()
@@ -56,7 +86,7 @@ class Bus:
         """Set when the connection was closed for good and nobody asked for it: the process should end."""
         self._connected_once = False
         self._marks: dict[int, asyncio.Future[None]] = {}
-        self._marks_subject = f"_INBOX.mark.{secrets.token_hex(12)}"
+        self._marks_subject = f"{inbox}.mark.{secrets.token_hex(12)}"
         self._numbers = itertools.count()
         self.js: JetStreamContext = self._client.jetstream()
 
@@ -85,6 +115,10 @@ class Bus:
             self._client.connect(
                 self._url,
                 name=self._name,
+                tls=self._login.tls(),
+                user_credentials=_text(self._login.creds),
+                nkeys_seed=_text(self._login.nkey_seed_file),
+                inbox_prefix=self._inbox,
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=0.2,
                 connect_timeout=2,
@@ -222,7 +256,9 @@ class Bus:
         if self._refused.is_set():
             return  # what follows is only the server closing the connection
         self._last_error = str(error) or type(error).__name__
-        if "authorization" in self._last_error.lower():
+        if "authorization" in self._last_error.lower() or isinstance(
+            error, ssl.SSLError | nats.errors.SecureConnWantedError
+        ):
             self._refused.set()
         if self._connected_once:  # until then the caller hears of it, once
             logger.warning("NATS: %s", self._last_error)
@@ -238,6 +274,10 @@ class Bus:
 
     async def _on_reconnect(self) -> None:
         logger.info("NATS: reconnected to %s", self.address)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _too_large(size: int, limit: int) -> TooLargeError:

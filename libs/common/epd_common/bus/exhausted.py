@@ -20,8 +20,9 @@ from nats.js.api import AckPolicy, ConsumerConfig
 
 from epd_common.bus.connection import Bus
 from epd_common.bus.delivery import bury
-from epd_common.bus.streams import ADVISORY_SUBJECTS, EXHAUSTED_STREAM, STREAMS, delete_message
+from epd_common.bus.streams import ADVISORY_SUBJECTS, STREAMS, delete_message
 from epd_common.errors import EpdError, UpstreamError
+from epd_common.protocol import subjects
 from epd_common.protocol.control import DeadLetter
 from epd_common.protocol.subjects import Stage
 from epd_common.tasks import end
@@ -73,7 +74,7 @@ class _Undertaker:
 
     async def _follow(self) -> None:
         await self._bus.js.add_consumer(
-            EXHAUSTED_STREAM,
+            subjects.EXHAUSTED_STREAM,
             ConsumerConfig(
                 durable_name=self._name,
                 filter_subject=ADVISORY_SUBJECTS[self._stage],
@@ -82,7 +83,7 @@ class _Undertaker:
                 max_waiting=512,
             ),
         )
-        advisories = await self._bus.js.pull_subscribe_bind(self._name, EXHAUSTED_STREAM)
+        advisories = await self._bus.js.pull_subscribe_bind(self._name, subjects.EXHAUSTED_STREAM)
         try:
             while True:
                 with contextlib.suppress(nats.errors.TimeoutError):

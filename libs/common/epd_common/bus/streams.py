@@ -43,7 +43,6 @@ STREAMS: dict[Stage, str] = {
     "generate": subjects.GENERATE_STREAM,
 }
 
-EXHAUSTED_STREAM = "EPD_EXHAUSTED"
 ADVISORY_SUBJECTS: dict[Stage, str] = {
     stage: f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{stream}.>"
     for stage, stream in STREAMS.items()
@@ -51,8 +50,15 @@ ADVISORY_SUBJECTS: dict[Stage, str] = {
 """Where the server says that it delivers a job of a stage no more."""
 
 
-async def declare_streams(bus: Bus, *, max_jobs: int, replicas: int = 1) -> None:
-    """Create or update the work queues, the dead-letter stream and the registry bucket."""
+async def declare_streams(
+    bus: Bus, *, max_jobs: int, replicas: int = 1, update: bool = True
+) -> None:
+    """Create the work queues, the dead-letter stream and the registry bucket, where they are missing.
+
+    Args:
+        update: Also give them these settings where they have others. That right is the gateway's: who has it
+            could have jobs sent elsewhere, or thrown away.
+    """
     for stage, stream in STREAMS.items():
         await _declare_stream(
             bus.js,
@@ -67,6 +73,7 @@ async def declare_streams(bus: Bus, *, max_jobs: int, replicas: int = 1) -> None
                 duplicate_window=DUPLICATE_WINDOW_S,
                 num_replicas=replicas,
             ),
+            update=update,
         )
     await _declare_stream(
         bus.js,
@@ -79,11 +86,12 @@ async def declare_streams(bus: Bus, *, max_jobs: int, replicas: int = 1) -> None
             max_age=DLQ_MAX_AGE_S,
             num_replicas=replicas,
         ),
+        update=update,
     )
     await _declare_stream(
         bus.js,
         StreamConfig(
-            name=EXHAUSTED_STREAM,
+            name=subjects.EXHAUSTED_STREAM,
             subjects=list(ADVISORY_SUBJECTS.values()),
             retention=RetentionPolicy.WORK_QUEUE,
             storage=StorageType.FILE,
@@ -91,6 +99,7 @@ async def declare_streams(bus: Bus, *, max_jobs: int, replicas: int = 1) -> None
             max_age=JOB_MAX_AGE_S,
             num_replicas=replicas,
         ),
+        update=update,
     )
     with contextlib.suppress(BadRequestError):  # another service was first
         await bus.js.create_key_value(
@@ -135,11 +144,12 @@ async def delete_message(bus: Bus, stream: str, number: int) -> None:
             raise
 
 
-async def _declare_stream(js: JetStreamContext, config: StreamConfig) -> None:
+async def _declare_stream(js: JetStreamContext, config: StreamConfig, *, update: bool) -> None:
     try:
         await js.stream_info(str(config.name))
     except NotFoundError:
         with contextlib.suppress(BadRequestError):  # another service was first
             await js.add_stream(config)
             return
-    await js.update_stream(config)
+    if update:
+        await js.update_stream(config)

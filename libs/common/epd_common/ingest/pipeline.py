@@ -76,6 +76,7 @@ class Ingest:
         body: dict[str, Any],
         fingerprint: str,
         scope: str,
+        files_of: str | None = None,
         special_tokens: Sequence[str],
         modalities: Sequence[str],
         items: Sequence[Item] = (),
@@ -87,6 +88,7 @@ class Ingest:
             body: The OpenAI body; it is not changed.
             fingerprint: Of the model that will read the media.
             scope: Whose cache entries these may be (tenant).
+            files_of: The tenant whose uploads the body may name, where that is not the scope.
             special_tokens: What no text may hold.
             modalities: What the model takes beside text.
             items: Those of a direct job, which ``media_ref`` parts of the body point at.
@@ -99,7 +101,8 @@ class Ingest:
         check_items(items, found.parts, self._limits.max_inline_bytes)
         check_modalities(found.parts, items, modalities, found.processor_args)
         keying = Keying(fingerprint, scope, found.processor_args)
-        loaded = await self._load_all(found.parts, items, keying)
+        owner = scope if files_of is None else files_of
+        loaded = await self._load_all(found.parts, items, keying, owner)
         distinct: dict[str, Item] = {}
         numbers: dict[str, int] = {}
         for part in found.parts:
@@ -135,7 +138,7 @@ class Ingest:
         )
 
     async def _load_all(
-        self, parts: Sequence[MediaPart], items: Sequence[Item], keying: Keying
+        self, parts: Sequence[MediaPart], items: Sequence[Item], keying: Keying, owner: str
     ) -> dict[_Wanted, Item]:
         """Load every distinct source at the same time; the first failure ends the others."""
         gate = asyncio.Semaphore(self._limits.concurrent_loads)
@@ -159,7 +162,7 @@ class Ingest:
                         media = await self._read(url, place)
                         return keying.new(await admit_once(media, modality, place), modality)
                     case FileSource(file_id):
-                        stored = await self._look_up(file_id, keying.scope, place)
+                        stored = await self._look_up(file_id, owner, place)
                         return keying.new(stored, modality)
                     case ItemSource(index):
                         item, place = items[index], f"items[{index}]"
@@ -207,8 +210,8 @@ class Ingest:
             )
         return await self._fetch(url, place)
 
-    async def _look_up(self, file_id: str, scope: str, place: str) -> StoredFile:
-        stored = await self._files.lookup(file_id, scope) if self._files is not None else None
+    async def _look_up(self, file_id: str, owner: str, place: str) -> StoredFile:
+        stored = await self._files.lookup(file_id, owner) if self._files is not None else None
         if stored is None:
             raise NotFoundError(
                 f"there is no file {file_id[:100]!r} (named at {place}); upload it to /v1/files",

@@ -8,6 +8,7 @@ from typing import Literal
 ENCODE_STREAM = "EPD_ENCODE"
 GENERATE_STREAM = "EPD_GENERATE"
 DLQ_STREAM = "EPD_DLQ"
+EXHAUSTED_STREAM = "EPD_EXHAUSTED"
 WORKERS_BUCKET = "epd_workers"
 
 LANES = ("l0", "l1", "l2", "l3")
@@ -70,6 +71,14 @@ def encode_consumer(model: str, lane: str) -> str:
 def generate_consumer(model: str, lane: str, place: str = ANY_PLACE) -> str:
     """The durable consumer that PD workers of a model share on one lane and place."""
     return f"generate-{model_token(model)}-{lane}-{place}"
+
+
+def inbox_prefix(role: str) -> str:
+    """What the inboxes of a role's processes begin with, so that no other role need be let into them.
+
+    Those of clients begin with NATS's own ``_INBOX``.
+    """
+    return f"_INBOX_{role}"
 
 
 def worker_key(role: str, worker: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import redis.exceptions
@@ -18,8 +19,11 @@ MAX_CONNECTIONS = 64
 
 
 @contextlib.asynccontextmanager
-async def open_redis(url: str) -> AsyncIterator[Redis]:
+async def open_redis(url: str, *, ca: Path | None = None) -> AsyncIterator[Redis]:
     """Open and check the connection.
+
+    Args:
+        ca: Certificates (PEM) that the server's may be signed by, for a ``rediss://`` URL.
 
     Raises:
         UnavailableError: nothing answers there, or it refuses the password.
@@ -32,6 +36,7 @@ async def open_redis(url: str) -> AsyncIterator[Redis]:
         socket_timeout=SOCKET_TIMEOUT_S,
         socket_connect_timeout=SOCKET_TIMEOUT_S,
         health_check_interval=15,
+        **({} if ca is None else {"ssl_ca_certs": str(ca)}),
     )
     client: Redis = Redis.from_pool(pool)
     try:

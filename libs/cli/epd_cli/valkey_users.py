@@ -1,0 +1,68 @@
+"""What each role may do on Valkey or Redis: its keys and the commands it needs for them, and no others.
+
+``epd up`` gives them to the services it starts; ``deploy/valkey/users.conf`` is made from them. Each selector
+(in parentheses) is a right of its own: these commands, on these keys. A script's commands are judged like
+all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+CONNECT = "-@all +auth +hello +ping +select +client|setinfo"
+_SCRIPTS = "+script|load +time"  # they concern no key
+
+_STATES = "(~epd:v1:state:* +evalsha +hget +hmget +hset +del +pexpire)"
+
+VALKEY_ROLES: dict[str, tuple[str, ...]] = {
+    "gateway": (
+        _SCRIPTS,
+        _STATES,
+        "(~epd:v1:media:* +getex +set +expire)",
+        "(~epd:v1:file:* +getex +set +del)",
+        "(%W~epd:v1:body:* +set)",
+    ),
+    "encoder": (
+        _SCRIPTS,
+        _STATES,
+        "(~epd:v1:media:* +getex)",
+        "(~epd:v1:emb:* +get +set +expire)",
+        "(~epd:v1:deaths:* +incr +expire)",
+    ),
+    "pd": (
+        _SCRIPTS,
+        _STATES,
+        "(~epd:v1:media:* +getex +set +expire)",
+        "(~epd:v1:file:* +getex)",
+        "(%R~epd:v1:body:* +get)",
+        "(~epd:v1:emb:* +get +getex +set +expire +del)",
+        "(~epd:v1:deaths:* +incr +expire)",
+        "(~epd:v1:sizes:* +hmget +hlen +hset +expire)",
+    ),
+    "operator": ("~epd:v1:* +@all -@admin -@dangerous +info",),
+}
+
+FILE_HEAD = """\
+# Users of Valkey and what each may do; in its configuration: include /etc/valkey/users.conf
+# Made from libs/cli/epd_cli/valkey_users.py by scripts/write_docs.py.
+#
+# Put a password of its own behind each >, or its SHA-256 behind a # instead.
+user default off
+"""
+
+
+def users(password: Callable[[str], str]) -> str:
+    """A user for each role, one a line of the server's configuration.
+
+    Args:
+        password: Of a role: ``>PASSWORD`` or ``#SHA256``.
+    """
+    return "".join(
+        f"user {role} on {password(role)} resetchannels {CONNECT} {' '.join(rights)}\n"
+        for role, rights in VALKEY_ROLES.items()
+    )
+
+
+def users_file() -> str:
+    """``deploy/valkey/users.conf``."""
+    return FILE_HEAD + users(lambda role: f">change-me-{role}")

@@ -1,0 +1,80 @@
+"""What a connection to NATS shows of itself, and whom it trusts, beside what its URL says."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+_CREDS_MARKS = (b"BEGIN NATS USER JWT", b"BEGIN USER NKEY SEED")
+
+
+@dataclass(frozen=True, slots=True)
+class NatsLogin:
+    """Files that are read at every connect, so that a replaced one counts from the next on.
+
+    Attributes:
+        creds: A ``.creds`` file: a user's JWT and NKey seed.
+        nkey_seed_file: A file with an NKey seed and nothing else.
+        ca: Certificates (PEM) that may have signed the server's; without it those of the system. With it
+            a server that does not speak TLS is refused.
+    """
+
+    creds: Path | None = None
+    nkey_seed_file: Path | None = None
+    ca: Path | None = None
+
+    def check(self) -> None:
+        """Look into the files, before anything is connected.
+
+        Raises:
+            ValueError: naming the variable and what is wrong; nothing of a file's content.
+        """
+        if self.creds and self.nkey_seed_file:
+            raise ValueError("set one of EPD_NATS_CREDS and EPD_NATS_NKEY_SEED_FILE, not both")
+        if self.creds or self.nkey_seed_file:
+            if find_spec("nkeys") is None:
+                raise ValueError(
+                    "EPD_NATS_CREDS and EPD_NATS_NKEY_SEED_FILE need the extra `nkeys` "
+                    "(pip install 'epdflow[nkeys]')"
+                )
+            if self.creds and not all(mark in _read(self.creds) for mark in _CREDS_MARKS):
+                raise ValueError("EPD_NATS_CREDS: the file holds no user JWT with its NKey seed")
+            if self.nkey_seed_file and not _is_seed(_read(self.nkey_seed_file)):
+                raise ValueError("EPD_NATS_NKEY_SEED_FILE: the file holds no NKey seed of a user")
+        if self.ca:
+            check_ca(self.ca, "EPD_NATS_CA")
+
+    def tls(self) -> ssl.SSLContext | None:
+        """How the server's certificate is checked; None for the usual way."""
+        return ssl.create_default_context(cafile=self.ca) if self.ca else None
+
+
+def check_ca(path: Path, variable: str) -> None:
+    """See that a file holds certificates.
+
+    Raises:
+        ValueError: it does not, or cannot be read.
+    """
+    try:
+        ssl.create_default_context(cafile=path)
+    except OSError as error:  # ssl.SSLError is one
+        raise ValueError(f"{variable}: no certificates in {path} ({error.strerror})") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _is_seed(content: bytes) -> bool:
+    import nkeys
+
+    try:
+        pair = nkeys.from_seed(bytearray(content.strip()))
+        return bool(pair.public_key.startswith(b"U"))
+    except Exception:  # the package has a dozen, without a common root
+        return False

@@ -54,8 +54,8 @@ class SimStack(ServiceStack):
             sleep=self.pd_time,
         )
 
-    def _worker_settings(self, worker: Any) -> dict[str, Any]:
-        return {**super()._worker_settings(worker), **self.settings}
+    def _worker_settings(self, worker: Any, role: str) -> dict[str, Any]:
+        return {**super()._worker_settings(worker, role), **self.settings}
 
     async def start(self, *, encoders: int = 1, pds: int = 1) -> None:
         """Add so many workers with the settings of all, and a gateway, and wait until they are ready."""

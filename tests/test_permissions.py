@@ -258,7 +258,6 @@ FORBIDDEN = {
         "$KV.epd_workers.encoder.one",
         "$KV.epd_workers.gateway.one",
         "$JS.API.STREAM.UPDATE.EPD_GENERATE",
-        "$JS.API.STREAM.MSG.GET.EPD_GENERATE",
         "_INBOX_encoder.x",
     ),
     "client": (

@@ -27,7 +27,7 @@ VALKEY_ROLES: dict[str, tuple[str, ...]] = {
         _STATES,
         "(~epd:v1:media:* +getex)",
         "(~epd:v1:emb:* +get +set +expire)",
-        "(~epd:v1:deaths:* +incr +expire)",
+        "(~epd:v1:begun:* +incrby +decrby +get +del +expire)",
     ),
     "pd": (
         _SCRIPTS,
@@ -36,7 +36,7 @@ VALKEY_ROLES: dict[str, tuple[str, ...]] = {
         "(~epd:v1:file:* +getex)",
         "(%R~epd:v1:body:* +get)",
         "(~epd:v1:emb:* +get +getex +set +expire +del)",
-        "(~epd:v1:deaths:* +incr +expire)",
+        "(~epd:v1:begun:* +incrby +decrby +get +del +expire)",
         "(~epd:v1:sizes:* +hmget +hlen +hset +expire)",
     ),
     "operator": ("~epd:v1:* +@all -@admin -@dangerous +info",),

@@ -26,6 +26,8 @@ from epd_common.store import open_redis
 from fake_engine import answer_text
 from service_stack import bare_stack, picture, text_of
 
+pytestmark = pytest.mark.slow  # many brokers or processes of its own
+
 AT_ONCE_S = 5.0
 
 

@@ -30,6 +30,8 @@ from epd_common.protocol import Item, Media, ReplyData, ReplyEnd, decode_reply, 
 from fake_engine import answer_text
 from service_stack import ServiceStack, bare_stack, eventually, picture, stream_text, text_of
 
+pytestmark = pytest.mark.slow  # many brokers or processes of its own
+
 BOUND_S = 10.0
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"

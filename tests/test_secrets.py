@@ -29,6 +29,8 @@ from epd_gateway.service import serve
 from epd_gateway.settings import GatewaySettings
 from service_stack import CHAT, ServiceStack, bare_stack, eventually, text_of
 
+pytestmark = pytest.mark.slow  # many brokers or processes of its own
+
 RUN = 24
 """A longer run of a secret than chance would bring."""
 

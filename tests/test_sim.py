@@ -39,6 +39,8 @@ from service_stack import (
 )
 from sim_stack import SimStack, sim_stack
 
+pytestmark = pytest.mark.slow  # many brokers or processes of its own
+
 UP_BOUND_S = 60.0
 H100 = "qwen2.5-vl-7b-h100"
 

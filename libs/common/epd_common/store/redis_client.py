@@ -58,6 +58,12 @@ def redis_errors() -> Iterator[None]:
             "EPD_EMBEDDING_TTL_S and EPD_MEDIA_TTL_S",
             retry_after_s=1.0,
         ) from error
+    except redis.exceptions.NoPermissionError as error:
+        raise UnavailableError(
+            "Redis refuses a command to this service's user; give it the rights of its role "
+            "(deploy/valkey/users.conf)",
+            code="redis_unavailable",
+        ) from error
     except (redis.exceptions.RedisError, OSError) as error:
         raise UnavailableError(
             f"Redis does not answer ({type(error).__name__}: {error}); is it running, and is "

@@ -21,6 +21,8 @@ from epd_common.protocol.codec import encode
 from fake_engine import answer_text
 from service_stack import ServiceStack, eventually, picture, service_stack, text_of
 
+pytestmark = pytest.mark.slow  # many brokers or processes of its own
+
 
 @pytest.fixture
 async def own(tmp_path: Path) -> AsyncIterator[Brokers]:

@@ -32,6 +32,8 @@ from service_stack import (
     text_of,
 )
 
+pytestmark = pytest.mark.slow  # many brokers or processes of its own
+
 
 @pytest.fixture
 async def stack(nats_url: str, redis_url: str, tmp_path: Path) -> AsyncIterator[ServiceStack]:

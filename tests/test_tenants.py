@@ -18,6 +18,8 @@ from epd_common.protocol.keys import digest, embedding_key
 from fake_engine import answer_text
 from service_stack import CHAT, ServiceStack, bare_stack, eventually, picture, text_of
 
+pytestmark = pytest.mark.slow  # many brokers or processes of its own
+
 TENANTS = {
     "a": ApiKey(hash=hash_key(b"a"), tenant="alpha"),
     "a2": ApiKey(hash=hash_key(b"a2"), tenant="alpha", name="second"),

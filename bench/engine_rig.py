@@ -100,7 +100,7 @@ class Rig:
                 if isinstance(part, AnswerHead):
                     status = part.status
                 else:
-                    raw += part
+                    raw += part.data
         ids = json.loads(raw)["choices"][0]["token_ids"] if status == 200 else None
         return {"status": status, "ids": ids}
 

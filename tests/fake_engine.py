@@ -15,11 +15,13 @@ from typing import Any
 
 from epd_common.engines import (
     AnswerHead,
+    AnswerPiece,
     EngineInfo,
     OnSized,
     Placeholder,
     Progress,
     StagedEmbedding,
+    Told,
 )
 from epd_common.errors import BadRequestError, UpstreamError
 from epd_common.ingest.parts import text_of
@@ -179,8 +181,13 @@ class FakePdEngine:
         return await self.tower.encode(*args)
 
     async def answer(
-        self, request_id: str, route: str, body: dict[str, Any], placeholders: list[Placeholder]
-    ) -> AsyncGenerator[AnswerHead | bytes, None]:
+        self,
+        request_id: str,
+        route: str,
+        body: dict[str, Any],
+        placeholders: list[Placeholder],
+        told: Told | None = None,
+    ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         self.begun.append(request_id)
         self.running.add(request_id)
         done = False
@@ -190,12 +197,12 @@ class FakePdEngine:
             if self.status != 200:
                 error = {"error": {"message": "the engine refuses", "code": "engine_says_no"}}
                 yield AnswerHead(self.status, "application/json")
-                yield json.dumps(error).encode()
+                yield AnswerPiece(json.dumps(error).encode())
                 done = True
                 return
             if any(item.metadata == self.refuses for item in placeholders):
                 yield AnswerHead(400, "application/json")
-                yield b'{"error": {"message": "no such prompt"}}'
+                yield AnswerPiece(b'{"error": {"message": "no such prompt"}}')
                 done = True
                 return
             await self._prefill(placeholders)
@@ -205,7 +212,7 @@ class FakePdEngine:
             else:
                 await self._hold()
                 yield AnswerHead(200, "application/json")
-                yield _whole(route, self._words(body, placeholders), body["model"])
+                yield AnswerPiece(_whole(route, self._words(body, placeholders), body["model"]))
             done = True
         finally:
             self.running.discard(request_id)
@@ -214,13 +221,13 @@ class FakePdEngine:
 
     async def _stream(
         self, route: str, body: dict[str, Any], placeholders: list[Placeholder]
-    ) -> AsyncGenerator[AnswerHead | bytes, None]:
+    ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         yield AnswerHead(200, "text/event-stream; charset=utf-8")
         yield _event({"object": "chat.completion.chunk", "choices": [{"delta": {"content": ""}}]})
         await self._hold()
-        for word in self._words(body, placeholders):
-            yield _event({"choices": [{"delta": {"content": word}}]})
-        yield b"data: [DONE]\n\n"
+        for number, word in enumerate(self._words(body, placeholders)):
+            yield _event({"choices": [{"delta": {"content": word}}]}, (number,))
+        yield AnswerPiece(b"data: [DONE]\n\n")
 
     async def _hold(self) -> None:
         await self.gate.wait()
@@ -278,5 +285,5 @@ def _whole(route: str, words: list[str], model: str) -> bytes:
     return json.dumps({"object": "answer", "model": model, "choices": [choice]}).encode()
 
 
-def _event(chunk: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(chunk)}\n\n".encode()
+def _event(chunk: dict[str, Any], tokens: tuple[int, ...] = ()) -> AnswerPiece:
+    return AnswerPiece(f"data: {json.dumps(chunk)}\n\n".encode(), tokens)

@@ -76,7 +76,7 @@ class Rig:
                 if isinstance(part, AnswerHead):
                     head = part
                 else:
-                    raw += part
+                    raw += part.data
         assert head is not None
         return head.status, json.loads(raw)
 
@@ -307,7 +307,7 @@ async def test_a_slow_reader_of_a_stream_misses_nothing(rig: Rig) -> None:
     raw = b""
     async for part in answer:
         if not isinstance(part, AnswerHead):
-            raw += part
+            raw += part.data
             await eventually(lambda: not rig.pd._scheduler.running, "all is decoded meanwhile")
     events = [json.loads(event[6:]) for event in raw.split(b"\n\n")[:-2]]
     text = "".join(event["choices"][0]["delta"]["content"] for event in events)

@@ -39,6 +39,7 @@ OVERRIDES = {
         "v1/core/encoder_cache_manager.py",
         "EncoderCacheManager",
     ),
+    ("continuing.py", "ContinuingLLM"): ("v1/engine/async_llm.py", "AsyncLLM"),
     ("scheduler.py", "_Gated"): ("v1/core/sched/scheduler.py", "Scheduler"),
 }
 

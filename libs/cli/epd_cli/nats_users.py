@@ -128,6 +128,7 @@ NATS_ROLES: dict[str, NatsRole] = {
             "epd.v1.encode.>",
             "epd.v1.cancel.*",
             "epd.v1.replay.*",
+            "epd.v1.progress.*",
             *_service("gateway"),
             *(f"$JS.API.STREAM.UPDATE.{stream}" for stream in _STREAMS),
             *_watch()[1:],
@@ -161,7 +162,13 @@ NATS_ROLES: dict[str, NatsRole] = {
             *_bury(subjects.ENCODE_STREAM)[-2:],
             *_watch()[1:],
         ),
-        subscribe=(*_served("pd"), "epd.v1.ready.*", "epd.v1.cancel.*", "epd.v1.replay.*"),
+        subscribe=(
+            *_served("pd"),
+            "epd.v1.ready.*",
+            "epd.v1.cancel.*",
+            "epd.v1.replay.*",
+            "epd.v1.progress.*",
+        ),
     ),
     "client": NatsRole(
         about="Publishes jobs itself, with its media inline, and reads its own answers. Give each client a "
@@ -170,6 +177,7 @@ NATS_ROLES: dict[str, NatsRole] = {
             "epd.v1.generate.>",
             "epd.v1.cancel.*",
             "epd.v1.replay.*",
+            "epd.v1.progress.*",
             f"{CLIENT_INBOX}.>",
             *_watch(),
             f"$JS.API.DIRECT.GET.{_REGISTRY}.>",

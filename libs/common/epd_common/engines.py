@@ -71,6 +71,32 @@ class AnswerHead:
     content_type: str
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerPiece:
+    """A piece of the body of an engine's answer.
+
+    In a stream, ``tokens`` are the ids of the tokens that were generated for it, and ``finish`` says why
+    they are the last ones (``stop``, ``length``).
+    """
+
+    data: bytes
+    tokens: tuple[int, ...] = ()
+    finish: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the client of a stream was told by a worker that is no more.
+
+    Attributes:
+        tokens: Those of each piece of the answer, which may be none.
+        finish: Why they are the last ones; empty if more are to come.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    finish: str = ""
+
+
 class EncoderEngine(Protocol):
     """Turns media into embeddings."""
 
@@ -109,8 +135,13 @@ class PdEngine(EncoderEngine, Protocol):
     """
 
     def answer(
-        self, request_id: str, route: str, body: dict[str, Any], placeholders: list[Placeholder]
-    ) -> AsyncGenerator[AnswerHead | bytes, None]:
+        self,
+        request_id: str,
+        route: str,
+        body: dict[str, Any],
+        placeholders: list[Placeholder],
+        told: Told | None = None,
+    ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         """An :class:`AnswerHead`, then the body in pieces. Closing the generator aborts the request.
 
         The head comes with the first piece, so a request that fails before has a status of its own.
@@ -118,6 +149,10 @@ class PdEngine(EncoderEngine, Protocol):
         Args:
             body: Every media part is ``{"type": "media_ref", "item": N}``.
             placeholders: Of item N. Where its embedding is not pinned yet, the engine prefills up to it.
+            told: The engine makes these pieces again, from their tokens, and goes on from there.
+
+        Raises:
+            epd_common.errors.BadRequestError: ``told`` cannot be of this request.
         """
 
     async def wake(self) -> None:

@@ -19,12 +19,14 @@ from epd_common.bus.connection import Bus
 from epd_common.errors import DeadlineError, EpdError, UpstreamError, from_status
 from epd_common.protocol import (
     Cancel,
+    Progress,
     ProtocolError,
     ReplayRequest,
     ReplyData,
     ReplyEnd,
     ReplyError,
     ReplyHead,
+    ResumeRequest,
     decode_reply,
     encode,
     subjects,
@@ -35,7 +37,12 @@ from epd_common.tasks import end
 logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 16 << 20
-"""Bytes of one reply that may wait for a slow reader; above it the request is given up."""
+"""Bytes of a stream that may wait for a slow reader; above it the request is given up."""
+
+WHOLE_BYTES = 64 << 20
+"""Bytes of an answer that is no stream, and is handed over when it is whole."""
+
+EVENT_STREAM = "text/event-stream"
 
 LOOK_S = 0.25
 """Seconds between looks for frames that are missing."""
@@ -67,6 +74,12 @@ class Reply:
         self._asked = 0
         self._ask_at = time.monotonic() + SILENCE_S
         self._started = False
+        self._streams = False
+        self._whole = False
+        self._told: list[list[int]] = []
+        self._finish = ""
+        self._last = b""
+        self._progress: Progress | None = None
         self._failure: EpdError | None = None
         self.finished = False
         self.submitted = False
@@ -127,7 +140,10 @@ class Reply:
         if self.finished or self.given_up or frame.attempt < self._attempt:
             return
         if frame.attempt > self._attempt:
-            self._begin_attempt(frame.attempt)
+            if self._started:
+                self._fail(_worker_lost())
+                return
+            self._begin_anew(frame.attempt)
         if frame.seq < self._expected or frame.seq in self._early:
             return
         if not self._early:
@@ -139,8 +155,25 @@ class Reply:
             self._buffered += len(frame.data)
         while (following := self._early.pop(self._expected, None)) is not None:
             self._expected += 1
-            self._frames.append(following)
-        if self._buffered > BUFFER_BYTES:
+            self._take(following)
+        self._check_room()
+        self._arrived.set()
+
+    def _take(self, frame: ReplyFrame) -> None:
+        self._frames.append(frame)
+        match frame:
+            case ReplyHead():
+                self._streams = frame.content_type.startswith(EVENT_STREAM)
+            case ReplyData():
+                if self._streams:
+                    self._told.append(frame.tokens)
+                    self._finish = frame.finish or self._finish
+                    self._last = frame.data
+            case _:
+                self._whole = True
+
+    def _check_room(self) -> None:
+        if self._streams and self._buffered > BUFFER_BYTES:
             self._fail(
                 UpstreamError(
                     f"over {BUFFER_BYTES} bytes of the answer waited for a slow reader",
@@ -148,24 +181,57 @@ class Reply:
                     stage="reply",
                 )
             )
-        self._arrived.set()
-
-    def _begin_attempt(self, attempt: int) -> None:
-        """Another worker begins the request anew."""
-        if self._started:
+        elif self._buffered > WHOLE_BYTES:
             self._fail(
                 UpstreamError(
-                    "the worker of this request was lost after its answer had begun; send it again",
-                    code="worker_lost",
-                    stage="generate",
+                    f"the answer is over {WHOLE_BYTES} bytes long; ask for it as a stream",
+                    code="answer_too_long",
+                    stage="reply",
                 )
             )
-            return
+
+    def _begin_anew(self, attempt: int) -> None:
+        """Another worker begins the answer, of which nobody has seen anything yet."""
+        self._forget_early()
         self._frames.clear()
-        self._early.clear()
+        self._told.clear()
+        self._streams = self._whole = False
+        self._finish, self._last = "", b""
         self._buffered = 0
         self._attempt = attempt
         self._expected = 0
+
+    def _forget_early(self) -> None:
+        for frame in self._early.values():
+            if isinstance(frame, ReplyData):
+                self._buffered -= len(frame.data)
+        self._early.clear()
+
+    def resume(self, request: ResumeRequest) -> Progress | None:
+        """What a worker that takes the request over must know; None if an older attempt asks.
+
+        From now on the frames of older attempts are dropped. A stream goes on behind what came in order,
+        which the client sees or has seen; any other answer begins anew.
+        """
+        if self._progress is not None and self._progress.attempt == request.attempt:
+            return self._progress  # it asks again
+        if self.finished or self.given_up or request.attempt <= self._attempt:
+            return None
+        if self._streams and self._expected > 0:
+            self._forget_early()
+            self._attempt = request.attempt
+        else:
+            self._begin_anew(request.attempt)
+        self._asked, self._ask_at = 0, time.monotonic() + SILENCE_S
+        self._progress = Progress(
+            request_id=self.request_id,
+            attempt=request.attempt,
+            seq=self._expected,
+            tokens=list(self._told),
+            finish=self._finish,
+            last=self._last,
+        )
+        return self._progress
 
     def suspect(self) -> None:
         """Frames may have been lost: the connection was another one meanwhile."""
@@ -194,7 +260,8 @@ class Reply:
         self._arrived.set()
 
     async def _next(self) -> ReplyFrame:
-        while not self._frames:
+        # What is no stream is handed over whole: until then another worker may begin it anew.
+        while not (self._frames and (self._streams or self._whole)):
             if self._failure is not None:
                 raise self._failure
             self._arrived.clear()
@@ -226,6 +293,15 @@ class Reply:
         return frame
 
 
+def _worker_lost() -> UpstreamError:
+    return UpstreamError(
+        "the worker of this request was lost after its answer had begun, and no other can go on with it; "
+        "send it again",
+        code="worker_lost",
+        stage="generate",
+    )
+
+
 class ReplyHub:
     """Hands frames to the replies of this process. Use as an async context manager."""
 
@@ -237,7 +313,7 @@ class ReplyHub:
         self._looking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._subscription = await self._bus.subscribe(f"{self._prefix}.*", self._on_frame)
+        self._subscription = await self._bus.subscribe(f"{self._prefix}.*", self._on_message)
         await self._bus.flush()
         self._looking = asyncio.create_task(self._look(), name="look for lost frames")
         return self
@@ -299,13 +375,29 @@ class ReplyHub:
         with contextlib.suppress(EpdError):  # then its deadline ends it
             await self._bus.emit_bytes(subjects.cancel_subject(request_id), encode(message))
 
-    async def _on_frame(self, message: Msg) -> None:
-        reply = self._replies.get(message.subject.rpartition(".")[2])
+    async def _on_message(self, message: Msg) -> None:
+        request_id = message.subject.rpartition(".")[2]
+        try:
+            found = decode_reply(message.data)
+        except ProtocolError as error:
+            logger.warning("dropping a frame: %s", error, extra={"request_id": request_id})
+            return
+        reply = self._replies.get(request_id)
+        if isinstance(found, ResumeRequest):
+            await self._resume(request_id, reply, found)
+            return
         if reply is None or reply.given_up:
             return  # the requester has gone, or waits no longer
-        try:
-            reply.offer(decode_reply(message.data))
-        except ProtocolError as error:
-            logger.warning("dropping a frame: %s", error, extra={"request_id": reply.request_id})
+        reply.offer(found)
         if reply.given_up:
             await self._give_up(reply)
+
+    async def _resume(self, request_id: str, reply: Reply | None, asked: ResumeRequest) -> None:
+        """Tell a worker where to go on, or that nobody waits any more."""
+        if reply is None:
+            await self.cancel(request_id, "the requester has gone")
+            return
+        progress = reply.resume(asked)
+        if progress is not None:
+            with contextlib.suppress(EpdError):  # it asks again
+                await self._bus.emit(subjects.progress_subject(request_id), progress)

@@ -46,6 +46,16 @@ def answer_words(evidence: Sequence[str | bytes], count: int, *, choice: int = 0
     return [word[:_HEX] for word in words[:count]]
 
 
+def token_of(word: str) -> int:
+    """A word's token id."""
+    return int(word, 16)
+
+
+def word_of(token: int) -> str:
+    """The word of a token id."""
+    return f"{token:0{_HEX}x}"
+
+
 def answer_length(items: int, parameters: Parameters, room: int) -> tuple[int, str]:
     """Tokens of an answer, and its ``finish_reason``.
 

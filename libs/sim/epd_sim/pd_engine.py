@@ -13,10 +13,18 @@ from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
 from epd_common.changes import Changes
-from epd_common.engines import AnswerHead, EngineInfo, Placeholder, Progress
+from epd_common.engines import (
+    AnswerHead,
+    AnswerPiece,
+    EngineInfo,
+    Placeholder,
+    Progress,
+    Told,
+)
 from epd_common.errors import EpdError, UpstreamError
 from epd_common.store import Arena
 from epd_common.store.embedding import IntegrityError
+from epd_sim.answers import token_of
 from epd_sim.device import Sleep
 from epd_sim.embedding import read_signature
 from epd_sim.engine import SimEngine, SimOptions
@@ -66,8 +74,13 @@ class SimPdEngine(SimEngine):
         return info
 
     async def answer(
-        self, request_id: str, route: str, body: dict[str, Any], placeholders: list[Placeholder]
-    ) -> AsyncGenerator[AnswerHead | bytes, None]:
+        self,
+        request_id: str,
+        route: str,
+        body: dict[str, Any],
+        placeholders: list[Placeholder],
+        told: Told | None = None,
+    ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         try:
             request = read_request(
                 route,
@@ -78,18 +91,23 @@ class SimPdEngine(SimEngine):
             )
         except RefusedError as error:
             yield AnswerHead(400, JSON_TYPE)
-            yield error_body(400, error.message, error.param)
+            yield AnswerPiece(error_body(400, error.message, error.param))
             return
+        if told is not None:
+            request.go_on(told)
         replies = Replies(request_id, body["model"], chat=route == CHAT)
         self._enter(request)
         try:
-            parts = _streamed if request.parameters.stream else _whole
-            async with contextlib.aclosing(parts(request, replies)) as answer:
+            if request.parameters.stream:
+                parts = _streamed(request, replies, told)
+            else:
+                parts = _whole(request, replies)
+            async with contextlib.aclosing(parts) as answer:
                 async for part in answer:
                     yield part
         except IntegrityError as error:  # this request's alone
             yield AnswerHead(500, JSON_TYPE)
-            yield error_body(500, error.message)
+            yield AnswerPiece(error_body(500, error.message))
         finally:
             self._leave(request)
 
@@ -100,8 +118,9 @@ class SimPdEngine(SimEngine):
         if not self.alive:
             raise _dead()
         for prompt in request.prompts:
-            self._inside[prompt.sequence] = prompt
-            self._scheduler.add(prompt.sequence)
+            if not prompt.sequence.ended:
+                self._inside[prompt.sequence] = prompt
+                self._scheduler.add(prompt.sequence)
         self._changes.note()
 
     def _leave(self, request: RequestInside) -> None:
@@ -158,7 +177,7 @@ class SimPdEngine(SimEngine):
 
 async def _whole(
     request: RequestInside, replies: Replies
-) -> AsyncGenerator[AnswerHead | bytes, None]:
+) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
     while not all(prompt.sequence.ended for prompt in request.prompts):
         await _grown(request)
     texts = [
@@ -167,39 +186,46 @@ async def _whole(
         for choice in range(prompt.sequence.choices)
     ]
     yield AnswerHead(200, JSON_TYPE)
-    yield replies.whole(texts, request.usage)
+    yield AnswerPiece(replies.whole(texts, request.usage))
 
 
 async def _streamed(
-    request: RequestInside, replies: Replies
-) -> AsyncGenerator[AnswerHead | bytes, None]:
+    request: RequestInside, replies: Replies, told: Told | None
+) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
     sent = [0] * len(request.prompts)
+    if told is not None:
+        yield AnswerHead(200, STREAM_TYPE)
+        for group in filter(None, told.tokens):
+            yield _piece(request.prompts[0], 0, sent[0], sent[0] + len(group), replies)
+            sent[0] += len(group)
     while sent != [prompt.sequence.answer_tokens for prompt in request.prompts]:
         await _grown(request)
         if not any(sent):
             yield AnswerHead(200, STREAM_TYPE)
         for number, prompt in enumerate(request.prompts):
-            if events := _events(prompt, number, sent[number], replies):
-                sent[number] = prompt.sequence.generated
-                yield events
+            generated = prompt.sequence.generated
+            if generated > sent[number]:
+                yield _piece(prompt, number, sent[number], generated, replies)
+                sent[number] = generated
     if request.parameters.include_usage:
-        yield replies.usage(request.usage)
-    yield DONE
+        yield AnswerPiece(replies.usage(request.usage))
+    yield AnswerPiece(DONE)
 
 
-def _events(prompt: PromptInside, number: int, sent: int, replies: Replies) -> bytes:
-    """What came since ``sent`` tokens were, of all choices of a prompt."""
+def _piece(
+    prompt: PromptInside, number: int, begin: int, end: int, replies: Replies
+) -> AnswerPiece:
+    """The events of the tokens from ``begin`` to ``end``, of all choices of a prompt."""
     sequence = prompt.sequence
-    if sequence.generated == sent:
-        return b""
+    reason = prompt.reason if end == sequence.answer_tokens else None
     events = []
     for choice in range(sequence.choices):
         index = number * sequence.choices + choice
-        if sent == 0:
+        if begin == 0:
             events.append(replies.opening(index))
-        text = prompt.text(choice, sent, sequence.generated)
-        events.append(replies.piece(index, text, prompt.reason if sequence.ended else None))
-    return b"".join(events)
+        events.append(replies.piece(index, prompt.text(choice, begin, end), reason))
+    tokens = tuple(map(token_of, prompt.words(0, begin, end)))
+    return AnswerPiece(b"".join(events), tokens, reason or "")
 
 
 async def _grown(request: RequestInside) -> None:

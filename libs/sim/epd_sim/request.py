@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from epd_common.engines import Placeholder
-from epd_common.errors import EpdError
-from epd_sim.answers import answer_length, answer_words, prompts_of
+from epd_common.engines import Placeholder, Told
+from epd_common.errors import BadRequestError, EpdError
+from epd_sim.answers import answer_length, answer_words, prompts_of, word_of
 from epd_sim.parameters import Parameters, RefusedError, read_parameters
 from epd_sim.prompts import ITEM_TOKENS, MediaPart, Prompt
 from epd_sim.replies import Usage
@@ -23,6 +23,7 @@ class PromptInside:
     Attributes:
         evidence: Texts, and signatures in the places of items; empty ones until they are read.
         places: Of each item in ``evidence``.
+        told: Words that another engine has told, with which the answer begins.
     """
 
     sequence: Sequence
@@ -31,18 +32,24 @@ class PromptInside:
     places: list[int]
     expected: list[Placeholder]
     request: RequestInside
+    told: list[str] = field(default_factory=list)
     _words: list[list[str]] = field(default_factory=list)
 
-    def text(self, choice: int, begin: int, end: int) -> str:
-        """The words from ``begin`` to ``end`` of an answer, which go on from those before."""
+    def words(self, choice: int, begin: int, end: int) -> list[str]:
+        """The words from ``begin`` to ``end`` of an answer."""
+        if end <= len(self.told):
+            return self.told[begin:end]
         if not self._words:
             count = self.sequence.answer_tokens
             self._words = [
                 answer_words(self.evidence, count, choice=number)
                 for number in range(self.sequence.choices)
             ]
-        words = self._words[choice][begin:end]
-        return " ".join([""] * (begin > 0) + words)
+        return [*self.told[begin:], *self._words[choice][max(begin, len(self.told)) : end]]
+
+    def text(self, choice: int, begin: int, end: int) -> str:
+        """Those words as text, which goes on from that of the words before."""
+        return " ".join([""] * (begin > 0) + self.words(choice, begin, end))
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +70,24 @@ class RequestInside:
     def usage(self) -> Usage:
         sequences = [prompt.sequence for prompt in self.prompts]
         return Usage(
-            sum(sequence.prompt_tokens for sequence in sequences),
+            sum(prompt.sequence.prompt_tokens - len(prompt.told) for prompt in self.prompts),
             sum(sequence.answer_tokens * sequence.choices for sequence in sequences),
         )
+
+    def go_on(self, told: Told) -> None:
+        """The answer begins with words that another engine has told; they stand behind the prompt.
+
+        Raises:
+            BadRequestError: they cannot be those of this request.
+        """
+        prompt = self.prompts[0]
+        sequence = prompt.sequence
+        words = [word_of(token) for group in told.tokens for token in group]
+        if len(self.prompts) > 1 or sequence.choices > 1 or len(words) > sequence.answer_tokens:
+            raise BadRequestError(f"{len(words)} tokens cannot have been told", stage="generate")
+        prompt.told = words
+        sequence.prompt_tokens += len(words)
+        sequence.generated = len(words)
 
 
 def read_request(

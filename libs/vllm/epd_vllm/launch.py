@@ -80,11 +80,12 @@ async def launch(arguments: list[str], progress: Progress) -> tuple[AsyncLLM, Na
     def load() -> tuple[Any, Namespace]:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from epd_vllm.continuing import ContinuingLLM
 
         parsed = parse_arguments(arguments)
         progress("loading the model")
-        engine = AsyncLLM.from_engine_args(
+        engine = ContinuingLLM.from_engine_args(
             AsyncEngineArgs.from_cli_args(parsed), usage_context=UsageContext.OPENAI_API_SERVER
         )
         return engine, parsed

@@ -13,7 +13,8 @@ from argparse import Namespace
 from collections.abc import AsyncGenerator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from epd_common.engines import AnswerHead
+from epd_common.engines import AnswerHead, AnswerPiece
+from epd_vllm.tape import TAPE, Tape
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -56,10 +57,14 @@ class OpenAIApp:
         return cls(app)
 
     async def call(
-        self, path: str, body: bytes, *, request_id: str
-    ) -> AsyncGenerator[AnswerHead | bytes, None]:
-        """POST a JSON body: the head, then pieces of the body as the application sends them."""
-        sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self, path: str, body: bytes, *, request_id: str, tape: Tape | None = None
+    ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
+        """POST a JSON body: the head, then pieces of the body as the application sends them.
+
+        Args:
+            tape: Notes the tokens of the pieces.
+        """
+        sent: asyncio.Queue[AnswerHead | AnswerPiece | None] = asyncio.Queue()
         gone = asyncio.Event()
         requests = iter(({"type": "http.request", "body": body, "more_body": False},))
 
@@ -70,9 +75,15 @@ class OpenAIApp:
             return {"type": "http.disconnect"}
 
         async def send(message: dict[str, Any]) -> None:
-            sent.put_nowait(message)
+            if message["type"] == "http.response.start":
+                headers = {name.lower(): value for name, value in message["headers"]}
+                content_type = headers.get(b"content-type", b"application/json").decode()
+                sent.put_nowait(AnswerHead(message["status"], content_type))
+            elif chunk := message.get("body"):
+                sent.put_nowait(AnswerPiece(chunk) if tape is None else tape.piece(chunk))
 
         async def run() -> None:
+            TAPE.set(tape)
             try:
                 await self.application(_scope(path, body, request_id), receive, send)
             finally:
@@ -80,13 +91,8 @@ class OpenAIApp:
 
         task = asyncio.create_task(run(), name=f"openai {request_id}")
         try:
-            while (message := await sent.get()) is not None:
-                if message["type"] == "http.response.start":
-                    headers = {name.lower(): value for name, value in message["headers"]}
-                    content_type = headers.get(b"content-type", b"application/json").decode()
-                    yield AnswerHead(message["status"], content_type)
-                elif chunk := message.get("body"):
-                    yield chunk
+            while (part := await sent.get()) is not None:
+                yield part
             await task  # raises what the application raised
         finally:
             gone.set()

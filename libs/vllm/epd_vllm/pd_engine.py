@@ -15,7 +15,15 @@ from typing import Any, Literal
 import msgspec
 import numpy
 
-from epd_common.engines import AnswerHead, EngineInfo, Placeholder, Progress
+from epd_common.engines import (
+    AnswerHead,
+    AnswerPiece,
+    EngineInfo,
+    Placeholder,
+    Progress,
+    Told,
+)
+from epd_common.errors import BadRequestError
 from epd_common.ingest.data_uri import make_data_uri
 from epd_common.store import Arena
 from epd_vllm.compat import vllm_version
@@ -24,6 +32,7 @@ from epd_vllm.gate import managed_params
 from epd_vllm.launch import inspect
 from epd_vllm.model import model_folder, needs_vision_tower
 from epd_vllm.openai_app import OpenAIApp
+from epd_vllm.tape import Tape
 
 CACHE_MANAGER = "epd_vllm.cache_manager.GatedEncoderCacheManager"
 SCHEDULER = "epd_vllm.scheduler.GatedScheduler"
@@ -96,12 +105,20 @@ class VllmPdEngine(VllmEngine):
         return info
 
     async def answer(
-        self, request_id: str, route: str, body: dict[str, Any], placeholders: list[Placeholder]
-    ) -> AsyncGenerator[AnswerHead | bytes, None]:
+        self,
+        request_id: str,
+        route: str,
+        body: dict[str, Any],
+        placeholders: list[Placeholder],
+        told: Told | None = None,
+    ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         if self._app is None:
             raise RuntimeError("the engine was not started")
+        if told is not None:
+            self._check_told(told)
         put_placeholders(body, placeholders, self._fingerprint)
-        call = self._app.call(route, msgspec.json.encode(body), request_id=request_id)
+        tape = Tape(told) if body.get("stream") else None
+        call = self._app.call(route, msgspec.json.encode(body), request_id=request_id, tape=tape)
         head: AnswerHead | None = None
         try:
             async for part in call:
@@ -116,6 +133,15 @@ class VllmPdEngine(VllmEngine):
                 yield head
         finally:
             await call.aclose()
+
+    def _check_told(self, told: Told) -> None:
+        """A token that the model has not would end the engine."""
+        assert self._engine is not None
+        size = self._engine.model_config.get_vocab_size()
+        if any(not 0 <= token < size for group in told.tokens for token in group):
+            raise BadRequestError(
+                f"a token that was told is none of the model's {size}", stage="generate"
+            )
 
     async def wake(self) -> None:
         if self._engine is not None and self.alive:

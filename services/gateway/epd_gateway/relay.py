@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from epd_common.errors import EpdError, openai_body
 from epd_common.protocol import ReplyHead
+from epd_common.replies import EVENT_STREAM
 from epd_common.requester import SentRequest
 from epd_common.tasks import end
 from epd_gateway.metrics import GatewayMetrics
@@ -25,7 +26,6 @@ from epd_gateway.metrics import GatewayMetrics
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
-_EVENT_STREAM = "text/event-stream"
 
 
 class Relay(Response):
@@ -77,7 +77,7 @@ class Relay(Response):
                     self._metrics.items.labels(origin).inc()
                 head = await sent.reply.head()
                 headers = _headers(sent, head)
-                if head.content_type.startswith(_EVENT_STREAM):
+                if head.content_type.startswith(EVENT_STREAM):
                     await self._stream(sent, head, headers, send)
                     return
                 body = b"".join([piece async for piece in sent.reply.data()])

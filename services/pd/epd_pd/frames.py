@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from epd_common.bus import Bus
-from epd_common.errors import EpdError
-from epd_common.protocol import ReplyData, ReplyEnd, ReplyError, ReplyHead, encode
+from epd_common.engines import AnswerPiece
+from epd_common.errors import EpdError, UpstreamError
+from epd_common.protocol import Progress, ReplyData, ReplyEnd, ReplyError, ReplyHead, encode
 from epd_pd.replays import Replays
+
+_CREATED = re.compile(rb'"created":\d+')
+"""When an answer was begun, as each event of a stream says. Within a string its quotes would be escaped."""
 
 
 class FrameWriter:
@@ -34,31 +39,64 @@ class FrameWriter:
         self._request_id = request_id
         self._attempt = attempt
         self._worker = worker
+        self.resumable = False
+        """Whether another worker could go on with the answer."""
         self._seq = 0
+        self._progress = Progress(request_id=request_id, attempt=attempt)
+        self._created = b""
 
     @property
-    def begun(self) -> bool:
-        """Whether a part of the answer is out; another attempt could not take that back."""
-        return self._seq > 0
+    def committed(self) -> bool:
+        """Whether a part of the answer is out, by this attempt or an older one, with which nobody else could
+        go on."""
+        return max(self._seq, self._progress.seq) > 0 and not self.resumable
+
+    def go_on(self, progress: Progress) -> None:
+        """The requester has these frames already: they are made once more, compared, and not sent."""
+        self._progress = progress
+        if found := _CREATED.search(progress.last):
+            self._created = found[0]
+
+    def rewind(self) -> None:
+        """The engine begins the answer anew, of which nothing was sent yet by this attempt."""
+        self._seq = 0
 
     async def head(self, status: int, content_type: str) -> None:
+        if self._progress.seq and status != 200:
+            raise _other()
         await self._send(
             ReplyHead(
                 **self._common(), status=status, content_type=content_type, worker=self._worker
             )
         )
 
-    async def data(self, data: bytes) -> None:
-        """Bytes of the body; more than a message holds go in several."""
-        limit = self._bus.max_payload_bytes - 1024
-        for start in range(0, len(data), limit):
-            await self._send(ReplyData(**self._common(), data=data[start : start + limit]))
+    async def data(self, piece: AnswerPiece) -> None:
+        """A piece of the body; more than a message holds goes in several.
+
+        Raises:
+            UpstreamError: it is not what the requester has in its place.
+        """
+        data = _CREATED.sub(self._created, piece.data) if self._created else piece.data
+        room = self._bus.max_payload_bytes - 1024 - 5 * len(piece.tokens)
+        for start in range(0, len(data), room):
+            frame = ReplyData(
+                **self._common(),
+                data=data[start : start + room],
+                tokens=[] if start else list(piece.tokens),
+                finish=piece.finish,
+            )
+            if frame.seq == self._progress.seq - 1 and frame.data != self._progress.last:
+                raise _other()
+            await self._send(frame)
 
     async def end(self) -> None:
+        if self._seq < self._progress.seq:
+            raise _other()
         await self._send(ReplyEnd(**self._common()))
         await self._bus.flush()
 
     async def error(self, error: EpdError) -> None:
+        self._seq = max(self._seq, self._progress.seq)
         await self._send(
             ReplyError(
                 **self._common(),
@@ -78,11 +116,20 @@ class FrameWriter:
         return {"request_id": self._request_id, "attempt": self._attempt, "seq": seq}
 
     async def _send(self, frame: ReplyHead | ReplyData | ReplyEnd | ReplyError) -> None:
-        if not self._inbox:
+        if not self._inbox or frame.seq < self._progress.seq:
             return
         data = encode(frame)
         if self._replays is not None:
-            if frame.seq == 0:
-                self._replays.begin(self._request_id, self._inbox, self._attempt)
+            if frame.seq == self._progress.seq:
+                self._replays.begin(self._request_id, self._inbox, self._attempt, first=frame.seq)
             self._replays.note(self._request_id, data)
         await self._bus.emit_bytes(self._inbox, data)
+
+
+def _other() -> UpstreamError:
+    return UpstreamError(
+        "the worker of this request was lost, and what another made of its tokens is not what was sent; "
+        "send it again",
+        code="worker_lost",
+        stage="generate",
+    )

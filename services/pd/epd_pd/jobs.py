@@ -15,7 +15,7 @@ import msgspec
 
 from epd_common.bus import Bus, Delivery
 from epd_common.bus.streams import MAX_DELIVERIES
-from epd_common.engines import AnswerHead, EngineInfo, PdEngine
+from epd_common.engines import AnswerHead, AnswerPiece, EngineInfo, PdEngine, Told
 from epd_common.errors import (
     BadRequestError,
     ConflictError,
@@ -36,6 +36,7 @@ from epd_pd.cancels import Cancels
 from epd_pd.frames import FrameWriter
 from epd_pd.readiness import Readiness
 from epd_pd.replays import Replays
+from epd_pd.resuming import Resuming, may_go_on, told_of
 from epd_pd.salvage import check_job, writer_for_undone
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class GenerateHandler:
 
     Args:
         deadline_s: Of a job that has no deadline itself.
-        counters: ``answered``, ``failed``, ``cancelled``, ``expired``, ``malformed``.
+        counters: ``answered``, ``failed``, ``cancelled``, ``expired``, ``malformed``, ``resumed``.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class GenerateHandler:
         admission: Admission,
         cancels: Cancels,
         replays: Replays,
+        resuming: Resuming,
         worker: str,
         deadline_s: float,
         counters: Counter[str],
@@ -76,6 +78,7 @@ class GenerateHandler:
         self._admission = admission
         self._cancels = cancels
         self._replays = replays
+        self._resuming = resuming
         self._worker = worker
         self._deadline_s = deadline_s
         self._counters = counters
@@ -153,17 +156,19 @@ class GenerateHandler:
         """Every request ends here with its answer or with one error frame (invariant I10)."""
         fields = {"request_id": job.request_id, "attempt": delivery.attempt}
         try:
-            await self._answer(job, writer)
+            await self._answer(job, delivery, writer)
             self._counters["answered"] += 1
         except EpdError as error:
-            if not self._engine.alive and not writer.begun and not delivery.last_attempt:
-                raise  # given back: another worker answers
+            if not self._engine.alive and not writer.committed and not delivery.last_attempt:
+                raise  # given back: another worker answers, or goes on
+            if not self._engine.alive and writer.committed:
+                error = _nobody_goes_on()
             expired = isinstance(error, DeadlineError)
             self._counters["expired" if expired else "failed"] += 1
             logger.warning("request failed: %s", error, extra=fields | error.fields())
             await writer.error(error)
         except Exception:
-            if not writer.begun and not delivery.last_attempt:
+            if not writer.committed and not delivery.last_attempt:
                 raise  # given back, with a delay
             logger.exception("request failed by an unexpected error", extra=fields)
             self._counters["failed"] += 1
@@ -176,7 +181,7 @@ class GenerateHandler:
         # The answer's last frame has reached the server: the job's effect is durable.
         await delivery.ack()
 
-    async def _answer(self, job: GenerateJob, writer: FrameWriter) -> None:
+    async def _answer(self, job: GenerateJob, delivery: Delivery, writer: FrameWriter) -> None:
         if time.time() >= job.deadline:
             raise DeadlineError("the deadline passed in the queue", stage="queue")
         if job.route not in ROUTES:
@@ -186,6 +191,8 @@ class GenerateHandler:
                 param="route",
             )
         body = await self._body(job)
+        writer.resumable = may_go_on(body)
+        told = await self._told(job, delivery, writer) if delivery.attempt > 1 else None
         prepared = await self._ingest.prepare(
             route=job.route,
             body=body,
@@ -207,12 +214,38 @@ class GenerateHandler:
         async with self._readiness.arriving(prepared.items, context, media) as arrivals:
             try:
                 async with asyncio.timeout(job.deadline - time.time()):
-                    await self._generate(job, prepared.body, arrivals, writer)
+                    await self._generate(job, prepared.body, arrivals, writer, told)
             except TimeoutError:
                 raise _late(arrivals) from None
 
+    async def _told(self, job: GenerateJob, delivery: Delivery, writer: FrameWriter) -> Told | None:
+        """What an older attempt has told the client; None if the answer may begin anew.
+
+        Raises:
+            UpstreamError: it has told something with which nobody can go on.
+        """
+        progress = await self._resuming.ask(job, delivery.attempt)
+        if progress is None or progress.seq == 0:
+            return None
+        writer.go_on(progress)
+        if not writer.resumable:
+            raise _nobody_goes_on()
+        self._counters["resumed"] += 1
+        told = told_of(progress)
+        logger.warning(
+            "going on with an answer behind %d tokens",
+            sum(map(len, told.tokens)),
+            extra={"request_id": job.request_id, "attempt": delivery.attempt},
+        )
+        return told
+
     async def _generate(
-        self, job: GenerateJob, body: dict[str, Any], arrivals: Arrivals, writer: FrameWriter
+        self,
+        job: GenerateJob,
+        body: dict[str, Any],
+        arrivals: Arrivals,
+        writer: FrameWriter,
+        told: Told | None,
     ) -> None:
         """Have the engine answer, while items arrive.
 
@@ -222,7 +255,7 @@ class GenerateHandler:
         text_before = text_before_first_item(body)
         while True:
             async with self._admission.enter(arrivals, text_before):
-                streaming = asyncio.ensure_future(self._stream(job, body, arrivals, writer))
+                streaming = asyncio.ensure_future(self._stream(job, body, arrivals, writer, told))
                 watching = asyncio.ensure_future(self._watch(arrivals))
                 try:
                     await asyncio.wait((streaming, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -246,19 +279,25 @@ class GenerateHandler:
             await arrivals.changes.since(seen)
 
     async def _stream(
-        self, job: GenerateJob, body: dict[str, Any], arrivals: Arrivals, writer: FrameWriter
+        self,
+        job: GenerateJob,
+        body: dict[str, Any],
+        arrivals: Arrivals,
+        writer: FrameWriter,
+        told: Told | None,
     ) -> None:
+        writer.rewind()
         # The engine puts its own parts into the body; the next beginning needs it as it was.
         answer = self._engine.answer(
-            job.request_id, job.route, copy.deepcopy(body), arrivals.placeholders()
+            job.request_id, job.route, copy.deepcopy(body), arrivals.placeholders(), told
         )
         async with contextlib.aclosing(answer):
             async for part in _once_known(answer, arrivals):
                 if arrivals.failure is not None:
                     return  # what the engine says of a missing or unfit item is not the answer
+                if not self._engine.alive:  # what it says of that is not the answer
+                    raise UpstreamError("the engine died while it answered", stage="generate")
                 if isinstance(part, AnswerHead):
-                    if part.status >= 500 and not self._engine.alive:
-                        raise UpstreamError("the engine died before it answered", stage="generate")
                     await writer.head(part.status, part.content_type)
                 else:
                     await writer.data(part)
@@ -308,8 +347,8 @@ class GenerateHandler:
 
 
 async def _once_known(
-    answer: AsyncIterator[AnswerHead | bytes], arrivals: Arrivals
-) -> AsyncIterator[AnswerHead | bytes]:
+    answer: AsyncIterator[AnswerHead | AnswerPiece], arrivals: Arrivals
+) -> AsyncIterator[AnswerHead | AnswerPiece]:
     """The parts of an answer; a refusal only once all items are here.
 
     Before that it may be due to a forecast that is wrong, which then is the arrivals' failure.
@@ -325,6 +364,15 @@ async def _once_known(
         await arrivals.settled()
         if arrivals.failure is None:
             raise
+
+
+def _nobody_goes_on() -> UpstreamError:
+    return UpstreamError(
+        "the worker of this request was lost after its answer had begun, and an answer with these options "
+        "cannot be gone on with elsewhere; send it again",
+        code="worker_lost",
+        stage="generate",
+    )
 
 
 def _late(arrivals: Arrivals) -> DeadlineError:

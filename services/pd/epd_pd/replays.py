@@ -33,15 +33,16 @@ TOTAL_BYTES = 64 << 20
 
 
 class SentFrames:
-    """The latest frames of one attempt at one request."""
+    """The latest frames of one attempt at one request, which begins with the frame number ``first``."""
 
-    def __init__(self, inbox: str, attempt: int) -> None:
+    def __init__(self, inbox: str, attempt: int, first: int = 0) -> None:
         self.inbox = inbox
         self.attempt = attempt
+        self.first = first
         self.bytes = 0
         self.touched = time.monotonic()
         self._frames: deque[bytes] = deque()
-        self._first = 0
+        self._oldest = first
         """Number of the oldest frame that is kept."""
 
     def add(self, frame: bytes) -> None:
@@ -50,13 +51,13 @@ class SentFrames:
         self.touched = time.monotonic()
         while self.bytes > REPLY_BYTES and len(self._frames) > 1:
             self.bytes -= len(self._frames.popleft())
-            self._first += 1
+            self._oldest += 1
 
     def since(self, seq: int) -> list[bytes]:
         """The frames from ``seq`` on; none if that one is no longer kept."""
-        if seq < self._first:
+        if seq < self._oldest:
             return []
-        return list(self._frames)[seq - self._first :]
+        return list(self._frames)[seq - self._oldest :]
 
 
 class Replays:
@@ -84,10 +85,10 @@ class Replays:
             with contextlib.suppress(nats.errors.Error):
                 await self._subscription.unsubscribe()
 
-    def begin(self, request_id: str, inbox: str, attempt: int) -> None:
-        """A new attempt: the frames of an older one are of no use any more."""
+    def begin(self, request_id: str, inbox: str, attempt: int, *, first: int = 0) -> None:
+        """A new attempt, whose first frame has this number: those of an older one are of no use any more."""
         self._drop(request_id)
-        self._sent[request_id] = SentFrames(inbox, attempt)
+        self._sent[request_id] = SentFrames(inbox, attempt, first)
 
     def note(self, request_id: str, frame: bytes) -> None:
         """A frame is about to be sent."""
@@ -122,7 +123,7 @@ class Replays:
         if sent is None or asked.attempt > sent.attempt:
             return
         # Who asks for an older attempt has seen nothing of this one.
-        frames = sent.since(asked.seq if asked.attempt == sent.attempt else 0)
+        frames = sent.since(asked.seq if asked.attempt == sent.attempt else sent.first)
         if not frames:
             return
         self.asked += 1

@@ -21,6 +21,7 @@ from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
 from epd_pd.readiness import Readiness
 from epd_pd.replays import Replays
+from epd_pd.resuming import Resuming
 from epd_pd.settings import PdSettings
 
 
@@ -41,6 +42,7 @@ class PdService:
             parts = await connect(stack, settings, role="pd", slots=settings.pd_slots)
             cancels = await stack.enter_async_context(Cancels(parts.bus))
             replays = await stack.enter_async_context(Replays(parts.bus))
+            resuming = await stack.enter_async_context(Resuming(parts.bus))
             engine = self._make_engine(parts.arena)
             stack.push_async_callback(engine.stop)
             takes_encodes = settings.ec_role == "ec_both"
@@ -73,6 +75,7 @@ class PdService:
                 admission=Admission(settings.max_incomplete),
                 cancels=cancels,
                 replays=replays,
+                resuming=resuming,
                 worker=settings.worker_id,
                 deadline_s=settings.deadline_s,
                 counters=counters,

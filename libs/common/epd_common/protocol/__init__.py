@@ -1,12 +1,18 @@
 """Protocol v1: what travels between a client, the gateway, encoders and PD workers.
 
 One module a link: ``jobs`` (client or gateway to workers), ``events`` (encoder to all), ``replies``
-(PD to the requester), ``control`` (cancel, replay, dead letters), ``workers`` (the registry).
+(PD to the requester), ``control`` (cancel, replay, resume, dead letters), ``workers`` (the registry).
 ``codec`` turns them into MessagePack and back, ``subjects`` and ``keys`` name things.
 """
 
 from epd_common.protocol.codec import ProtocolError, decode, decode_reply, encode
-from epd_common.protocol.control import Cancel, DeadLetter, ReplayRequest
+from epd_common.protocol.control import (
+    Cancel,
+    DeadLetter,
+    Progress,
+    ReplayRequest,
+    ResumeRequest,
+)
 from epd_common.protocol.events import EmbeddingEvent, EmbeddingState, Locator
 from epd_common.protocol.jobs import EncodeJob, GenerateJob, Item, Media
 from epd_common.protocol.replies import ReplyData, ReplyEnd, ReplyError, ReplyHead
@@ -22,12 +28,14 @@ __all__ = [
     "Item",
     "Locator",
     "Media",
+    "Progress",
     "ProtocolError",
     "ReplayRequest",
     "ReplyData",
     "ReplyEnd",
     "ReplyError",
     "ReplyHead",
+    "ResumeRequest",
     "WorkerRecord",
     "WorkerState",
     "decode",

@@ -19,7 +19,13 @@ import msgspec
 from epd_common.protocol import subjects
 from epd_common.protocol.base import VERSION, Message
 from epd_common.protocol.codec import MESSAGES
-from epd_common.protocol.control import Cancel, DeadLetter, ReplayRequest
+from epd_common.protocol.control import (
+    Cancel,
+    DeadLetter,
+    Progress,
+    ReplayRequest,
+    ResumeRequest,
+)
 from epd_common.protocol.events import EmbeddingEvent
 from epd_common.protocol.jobs import EncodeJob, GenerateJob
 from epd_common.protocol.replies import ReplyData, ReplyEnd, ReplyError, ReplyHead
@@ -115,8 +121,9 @@ _CHANNELS: dict[str, _Channel] = {
     "replies": _Channel(
         "INBOX",
         "Reply frames",
-        "`head`, any number of `data`, then `end`; or `error` at any point, which ends the reply.",
-        _REPLIES,
+        "`head`, any number of `data`, then `end`; or `error` at any point, which ends the reply. And "
+        "`resume`, from a worker that goes on with the answer of another.",
+        (*_REPLIES, ResumeRequest),
         True,
         False,
         _CORE,
@@ -133,10 +140,19 @@ _CHANNELS: dict[str, _Channel] = {
     "replay": _Channel(
         subjects.replay_subject("REQUEST"),
         "Replays",
-        "Reserved: asks for lost frames again. Nobody answers in this version; a gap fails the request.",
+        "The requester asks for frames that were lost.",
         (ReplayRequest,),
         False,
+        True,
+        _CORE,
+    ),
+    "progress": _Channel(
+        subjects.progress_subject("REQUEST"),
+        "Progress",
+        "The requester says what it has of an answer, when a worker asks by `resume`.",
+        (Progress,),
         False,
+        True,
         _CORE,
     ),
     "deadLetters": _Channel(

@@ -8,7 +8,13 @@ import msgspec
 
 from epd_common.errors import BadRequestError
 from epd_common.protocol.base import VERSION, Message
-from epd_common.protocol.control import Cancel, DeadLetter, ReplayRequest
+from epd_common.protocol.control import (
+    Cancel,
+    DeadLetter,
+    Progress,
+    ReplayRequest,
+    ResumeRequest,
+)
 from epd_common.protocol.events import EmbeddingEvent
 from epd_common.protocol.jobs import EncodeJob, GenerateJob
 from epd_common.protocol.replies import ReplyData, ReplyEnd, ReplyError, ReplyFrame, ReplyHead
@@ -26,6 +32,8 @@ MESSAGES: tuple[type[Message], ...] = (
     ReplyError,
     Cancel,
     ReplayRequest,
+    ResumeRequest,
+    Progress,
     DeadLetter,
     WorkerRecord,
 )
@@ -75,9 +83,12 @@ def decode(data: bytes, *types: type[M]) -> M:
     return message  # type: ignore[return-value]
 
 
-def decode_reply(data: bytes) -> ReplyFrame:
-    """Decode any frame of a reply."""
-    return cast(ReplyFrame, decode(data, ReplyHead, ReplyData, ReplyEnd, ReplyError))
+def decode_reply(data: bytes) -> ReplyFrame | ResumeRequest:
+    """Decode what comes to a requester's inbox: a frame of a reply, or a question about it."""
+    return cast(
+        ReplyFrame | ResumeRequest,
+        decode(data, ReplyHead, ReplyData, ReplyEnd, ReplyError, ResumeRequest),
+    )
 
 
 def _explain(data: bytes, types: tuple[type[M], ...], error: Exception) -> str:

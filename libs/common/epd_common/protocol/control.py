@@ -20,6 +20,32 @@ class ReplayRequest(Message, tag="replay", frozen=True, kw_only=True):
     seq: int
 
 
+class ResumeRequest(Message, tag="resume", frozen=True, kw_only=True):
+    """How much of the answer is there? To the requester's inbox, from the worker that begins ``attempt``.
+
+    Frames of older attempts count no more from now on.
+    """
+
+    request_id: str
+    attempt: int
+
+
+class Progress(Message, tag="progress", frozen=True, kw_only=True):
+    """What a requester has of an answer. Subject ``epd.v1.progress.<request>``.
+
+    ``attempt`` is that of the question. The requester has the frames before number ``seq``; 0 means that the
+    answer may begin anew, else it is a stream whose frame ``seq`` comes next. ``tokens`` are those of its
+    data frames, one list a frame, ``finish`` the last frame's, and ``last`` are the last one's bytes.
+    """
+
+    request_id: str
+    attempt: int
+    seq: int = 0
+    tokens: list[list[int]] = []
+    finish: str = ""
+    last: bytes = b""
+
+
 class DeadLetter(Message, tag="dead", frozen=True, kw_only=True):
     """A job that was given up. Subject ``epd.v1.dlq.<stage>``, stream ``EPD_DLQ``.
 

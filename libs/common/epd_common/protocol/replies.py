@@ -27,9 +27,15 @@ class ReplyHead(Reply, tag="head", frozen=True, kw_only=True):
 
 
 class ReplyData(Reply, tag="data", frozen=True, kw_only=True):
-    """Bytes of the answer's body, as the engine's OpenAI application wrote them."""
+    """Bytes of the answer's body, as the engine's OpenAI application wrote them.
+
+    In a stream, ``tokens`` are the ids of the tokens that the engine generated for this piece, and ``finish``
+    is why it ended with them (``stop``, ``length``): what another worker needs to go on from here.
+    """
 
     data: bytes
+    tokens: list[int] = []
+    finish: str = ""
 
 
 class ReplyEnd(Reply, tag="end", frozen=True, kw_only=True):

@@ -59,6 +59,10 @@ def replay_subject(request_id: str) -> str:
     return f"epd.v1.replay.{request_id}"
 
 
+def progress_subject(request_id: str) -> str:
+    return f"epd.v1.progress.{request_id}"
+
+
 def dlq_subject(stage: str) -> str:
     return f"epd.v1.dlq.{stage}"
 

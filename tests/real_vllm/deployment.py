@@ -25,6 +25,7 @@ class Setup:
     """How the services of a deployment are set up."""
 
     encoders: int = 1
+    pds: int = 1
     engine: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -32,6 +33,7 @@ class Setup:
 LITTLE_MEMORY = ("--max-model-len", "1024", "--num-gpu-blocks-override", "10")
 SETUPS = {
     "e+pd": Setup(),
+    "two PD workers": Setup(pds=2),
     "both": Setup(encoders=0),
     "both, little memory": Setup(encoders=0, engine=LITTLE_MEMORY),
     "rescue": Setup(
@@ -88,6 +90,7 @@ class Deployments:
             model=str(model),
             served_model=name,
             encoders=SETUPS[setup].encoders,
+            pds=SETUPS[setup].pds,
             port=0,
             state_dir=self._folder / name,
             environment={

@@ -158,11 +158,11 @@ class GenerateHandler:
         try:
             await self._answer(job, delivery, writer)
             self._counters["answered"] += 1
-        except EpdError as error:
+        except EpdError as raised:
             if not self._engine.alive and not writer.committed and not delivery.last_attempt:
                 raise  # given back: another worker answers, or goes on
-            if not self._engine.alive and writer.committed:
-                error = _nobody_goes_on()
+            lost = not self._engine.alive and writer.committed
+            error = _nobody_goes_on() if lost else raised
             expired = isinstance(error, DeadlineError)
             self._counters["expired" if expired else "failed"] += 1
             logger.warning("request failed: %s", error, extra=fields | error.fields())

@@ -1,0 +1,182 @@
+"""Real vLLM goes on with an answer that another one began, and says what the first one would have said."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from cases import picture, text, user
+from deployment import Deployment, Deployments
+from services import counters
+
+from epd_cli.processes import ServiceProcess
+from epd_common.client import CHAT
+from models import shapes
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+Lose = Callable[[ServiceProcess], None]
+
+PICTURES = 6
+MOST_TOKENS = 400
+COMPLETIONS = "/v1/completions"
+
+
+@dataclass(slots=True)
+class Streamed:
+    """What a client saw of a stream."""
+
+    worker: str = ""
+    text: str = ""
+    finish: str = ""
+    usage: dict[str, int] = field(default_factory=dict)
+    error: dict[str, Any] = field(default_factory=dict)
+    names: set[tuple[str, int]] = field(default_factory=set)
+    """Id and time of its chunks."""
+    chunks: int = 0
+
+
+async def stream(
+    deployment: Deployment,
+    body: dict[str, Any],
+    route: str = CHAT,
+    lose: Lose | None = None,
+    after: int = 5,
+) -> Streamed:
+    """Read a stream; after some chunks ``lose`` its worker."""
+    seen = Streamed()
+    asked = {"model": deployment.name, "stream": True, "temperature": 0, **body}
+    asked["stream_options"] = {"include_usage": True}
+    async with (
+        httpx.AsyncClient(base_url=deployment.url, timeout=120) as client,
+        client.stream("POST", route, json=asked) as response,
+    ):
+        assert response.status_code == 200, await response.aread()
+        seen.worker = response.headers["x-epd-worker"]
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                take(seen, json.loads(line[6:]))
+                if lose is not None and seen.chunks == after:
+                    lose(service(deployment, seen.worker))
+    return seen
+
+
+def take(seen: Streamed, chunk: dict[str, Any]) -> None:
+    if "error" in chunk:
+        seen.error = chunk["error"]
+        return
+    seen.chunks += 1
+    seen.names.add((chunk["id"], chunk["created"]))
+    seen.usage = chunk.get("usage") or seen.usage
+    for choice in chunk["choices"]:
+        delta = choice.get("delta") or {"content": choice.get("text")}
+        seen.text += delta.get("content") or ""
+        seen.finish = choice["finish_reason"] or seen.finish
+
+
+def service(deployment: Deployment, worker: str) -> ServiceProcess:
+    return next(s for s in deployment.stack.services if s.worker_id == worker)
+
+
+def kill(pd: ServiceProcess) -> None:
+    pd.signal(signal.SIGKILL)
+
+
+def kill_engine(pd: ServiceProcess) -> None:
+    """The engine's process alone; its service lives."""
+    for child in psutil.Process(pd.pid).children(recursive=True):
+        child.kill()
+
+
+def freeze(pd: ServiceProcess) -> None:
+    pd.signal(signal.SIGSTOP)
+
+
+async def back(deployment: Deployment, worker: str, how: Lose) -> None:
+    """Have a worker again that was lost."""
+    pd = service(deployment, worker)
+    if how is freeze:
+        pd.signal(signal.SIGCONT)
+        return
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(pd.wait(), 20)
+    await pd.start()
+    async with asyncio.timeout(120):
+        while True:
+            with contextlib.suppress(Exception):
+                await counters(deployment, worker)
+                return
+            await asyncio.sleep(0.2)
+
+
+@pytest.fixture
+async def two(deployments: Deployments) -> Deployment:
+    return await deployments.get("shapes-qwen2vl", "two PD workers")
+
+
+def long_question(seed: int, **options: Any) -> dict[str, Any]:
+    """A question about pictures that nobody has seen, with a long answer."""
+    rng = random.Random(seed)
+    pictures = [picture(rng) for _ in range(PICTURES)]
+    asked = shapes.ask(rng, [scene for scene, _ in pictures], "describe")
+    parts = [part for _, part in pictures]
+    return {"messages": [user(*parts, text(asked.text))], "max_tokens": MOST_TOKENS, **options}
+
+
+CASES: dict[str, tuple[Lose, dict[str, Any]]] = {
+    "plain": (kill, {}),
+    "cut off by its length": (kill_engine, {"max_tokens": 24}),
+    "beyond its end": (freeze, {"ignore_eos": True, "max_tokens": 60}),
+    "stop string": (freeze, {"ignore_eos": True, "max_tokens": 200, "stop": ["image #5"]}),
+    "penalty, least tokens": (
+        freeze,
+        {"repetition_penalty": 1.3, "min_tokens": 40, "max_tokens": 60},
+    ),
+}
+
+
+@pytest.mark.parametrize("title", CASES)
+async def test_the_answer_is_that_of_one_worker(two: Deployment, title: str) -> None:
+    how, options = CASES[title]
+    body = long_question(2000 + len(title), **options)
+    whole = await stream(two, body)
+    assert whole.chunks > 12, "long enough to be interrupted"
+    cut = await stream(two, body, lose=how)
+    try:
+        assert (cut.text, cut.finish, cut.usage) == (whole.text, whole.finish, whole.usage)
+        assert not cut.error and len(cut.names) == 1
+        assert (await counters(two, other_than(two, cut.worker)))["resumed"] >= 1
+    finally:
+        await back(two, cut.worker, how)
+
+
+async def test_a_completion_goes_on(two: Deployment) -> None:
+    body = {"prompt": "The shapes in the picture are", "max_tokens": 40, "ignore_eos": True}
+    whole = await stream(two, body, COMPLETIONS)
+    cut = await stream(two, body, COMPLETIONS, lose=freeze)
+    await back(two, cut.worker, freeze)
+    assert (cut.text, cut.finish, cut.usage) == (whole.text, whole.finish, whole.usage)
+
+
+@pytest.mark.parametrize("options", [{"logprobs": True}, {"n": 2}])
+async def test_what_cannot_go_on_ends_in_an_error_event(
+    two: Deployment, options: dict[str, Any]
+) -> None:
+    body = long_question(2100, ignore_eos=True, **options)
+    cut = await stream(two, body, lose=freeze)
+    await back(two, cut.worker, freeze)
+    assert cut.error["code"] == "worker_lost" and cut.chunks >= 5
+
+
+def other_than(deployment: Deployment, worker: str) -> str:
+    pds = [service.worker_id for service in deployment.stack.services if service.role == "pd"]
+    return next(pd for pd in pds if pd != worker)

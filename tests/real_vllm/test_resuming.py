@@ -167,7 +167,7 @@ async def test_a_completion_goes_on(two: Deployment) -> None:
     assert (cut.text, cut.finish, cut.usage) == (whole.text, whole.finish, whole.usage)
 
 
-@pytest.mark.parametrize("options", [{"logprobs": True}, {"n": 2}])
+@pytest.mark.parametrize("options", [{"logprobs": True}, {"n": 2, "temperature": 0.5}])
 async def test_what_cannot_go_on_ends_in_an_error_event(
     two: Deployment, options: dict[str, Any]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from epd_common.protocol import (
     Cancel,
+    Cancelled,
     DeadLetter,
     EmbeddingEvent,
     EncodeJob,
@@ -76,6 +77,7 @@ FULL: dict[type[Message], Message] = {
             priority=-3,
             scope="tenant",
             traceparent="tp",
+            requester="gateway.g",
         ),
         EmbeddingEvent(
             key=KEY,
@@ -113,6 +115,7 @@ FULL: dict[type[Message], Message] = {
             retry_after_s=1.5,
         ),
         Cancel(request_id="r", reason="gone"),
+        Cancelled(request_id="r", role="pd", worker="w"),
         ReplayRequest(request_id="r", attempt=1, seq=5),
         DeadLetter(
             stage="encode",

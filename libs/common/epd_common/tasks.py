@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 AGAIN_S = 0.5
+
+T = TypeVar("T")
 
 
 async def end(*tasks: asyncio.Future[Any]) -> None:
@@ -18,3 +21,25 @@ async def end(*tasks: asyncio.Future[Any]) -> None:
         for task in running:
             task.cancel()
         await asyncio.wait(running, timeout=AGAIN_S)
+
+
+async def whole(awaitable: Awaitable[T]) -> T:
+    """Await something to its end, also where the task that waits is cancelled meanwhile, even repeatedly.
+
+    What is half done on a broker is known to nobody, so it could not be undone. It must be bounded.
+
+    Raises:
+        asyncio.CancelledError: the task was cancelled; only once the awaitable is over.
+    """
+    running = asyncio.ensure_future(awaitable)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait((running,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not running.cancelled():
+            running.exception()  # seen; the cancel goes before
+        raise cancelled
+    return running.result()

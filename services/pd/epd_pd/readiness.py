@@ -98,6 +98,10 @@ class Readiness:
             for key in taken:
                 self._pins.release(key)
 
+    async def let_go(self, keys: Sequence[str], request_id: str) -> None:
+        """The request has ended without them: what nobody else waits for need not be encoded."""
+        await self._orders.let_go(keys, request_id)
+
     async def _follow(
         self, index: int, arrivals: Arrivals, context: OrderContext, taken: list[str]
     ) -> None:
@@ -155,7 +159,7 @@ class Readiness:
     async def _claim(self, wait: Wait, *, useless: int) -> Claim:
         """Look the state up, and order the encode if nobody has or makes the embedding."""
         item = wait.item
-        (claim,) = await self._orders.claim([item], useless={item.key: useless})
+        (claim,) = await self._orders.claim([item], wait.context, useless={item.key: useless})
         if claim.state == "claimed":
             await self._orders.publish_encodes([item], [claim], wait.context)
         return claim
@@ -176,7 +180,7 @@ class Readiness:
         assert self._local is not None
         key = wait.item.key
         (claim,) = await self._orders.claim(
-            [wait.item], useless={key: wait.claim.epoch}, rescue=True
+            [wait.item], wait.context, useless={key: wait.claim.epoch}, rescue=True
         )
         if claim.state != "claimed":
             return claim  # another has taken it over

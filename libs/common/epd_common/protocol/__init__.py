@@ -6,7 +6,7 @@ One module a link: ``jobs`` (client or gateway to workers), ``events`` (encoder 
 """
 
 from epd_common.protocol.codec import ProtocolError, decode, decode_reply, encode
-from epd_common.protocol.control import Cancel, DeadLetter, ReplayRequest
+from epd_common.protocol.control import Cancel, Cancelled, DeadLetter, ReplayRequest
 from epd_common.protocol.events import EmbeddingEvent, EmbeddingState, Locator
 from epd_common.protocol.jobs import EncodeJob, GenerateJob, Item, Media
 from epd_common.protocol.replies import ReplyData, ReplyEnd, ReplyError, ReplyHead
@@ -14,6 +14,7 @@ from epd_common.protocol.workers import WorkerRecord, WorkerState
 
 __all__ = [
     "Cancel",
+    "Cancelled",
     "DeadLetter",
     "EmbeddingEvent",
     "EmbeddingState",

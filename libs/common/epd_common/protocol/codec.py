@@ -8,7 +8,7 @@ import msgspec
 
 from epd_common.errors import BadRequestError
 from epd_common.protocol.base import VERSION, Message
-from epd_common.protocol.control import Cancel, DeadLetter, ReplayRequest
+from epd_common.protocol.control import Cancel, Cancelled, DeadLetter, ReplayRequest
 from epd_common.protocol.events import EmbeddingEvent
 from epd_common.protocol.jobs import EncodeJob, GenerateJob
 from epd_common.protocol.replies import ReplyData, ReplyEnd, ReplyError, ReplyFrame, ReplyHead
@@ -25,6 +25,7 @@ MESSAGES: tuple[type[Message], ...] = (
     ReplyEnd,
     ReplyError,
     Cancel,
+    Cancelled,
     ReplayRequest,
     DeadLetter,
     WorkerRecord,

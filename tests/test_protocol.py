@@ -161,6 +161,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "error": {"request_id": "r", "attempt": 1, "seq": 0, "status": 500, "code": "c"}
     | {"message": "m"},
     "cancel": {"request_id": "r"},
+    "cancelled": {"request_id": "r", "role": "pd", "worker": "w"},
     "replay": {"request_id": "r", "attempt": 1, "seq": 0},
     "dead": {"stage": "encode", "subject": "s", "reason": "r", "code": "c", "worker": "w"}
     | {"attempts": 1, "at": 1.0, "payload": b""},

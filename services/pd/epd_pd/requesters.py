@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 
-OWN_SHARE = 2 / 3
-"""Of a time to live of three heartbeats. In an outage the own last beat and the requester's may be one apart:
-so the own one must be late by more than two before the other one can be by three."""
+OWN_SHARE = 0.5
+"""Of its own time to live, three heartbeats, a worker's own last beat may be old before it judges nobody. An
+outage that it does not notice is shorter than one and a half of them, and then no requester that lives is
+silent for three."""
 
 
 @dataclass(slots=True)
@@ -64,8 +65,8 @@ class LifeSigns:
         return {
             name
             for name, beats in self._known.items()
-            if now - max(beats.seen, self.clear_since) >= beats.ttl_s
-            and now - own.seen < OWN_SHARE * beats.ttl_s
+            # Where its heart beats faster than the own one, an outage could be too short to be noticed here.
+            if now - max(beats.seen, self.clear_since) >= max(beats.ttl_s, own.ttl_s)
         }
 
 

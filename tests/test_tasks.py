@@ -37,6 +37,39 @@ async def test_what_is_begun_is_finished_before_the_cancel_counts() -> None:
     assert task.cancelled()
 
 
+async def test_who_ends_tasks_waits_for_them_however_often_it_is_asked_to_end() -> None:
+    """As a request does, which gives its pins back once the tasks that took them are over."""
+    started, go_on = asyncio.Event(), asyncio.Event()
+    done: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            started.set()
+            await whole(go_on.wait())
+            done.append("work")
+
+    working = asyncio.create_task(work())
+    await asyncio.sleep(0)
+
+    async def request() -> None:
+        try:
+            await end(working)
+        finally:
+            done.append("request")
+
+    task = asyncio.create_task(request())
+    await started.wait()
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0.01)
+    assert done == []
+    go_on.set()
+    await asyncio.wait((task,))
+    assert done == ["work", "request"] and task.cancelled()
+
+
 async def test_a_failure_after_a_cancel_is_not_raised() -> None:
     started = asyncio.Event()
 

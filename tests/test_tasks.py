@@ -47,8 +47,10 @@ async def test_who_ends_tasks_waits_for_them_however_often_it_is_asked_to_end() 
             await asyncio.Event().wait()
         finally:
             started.set()
-            await whole(go_on.wait())
-            done.append("work")
+            try:
+                await whole(go_on.wait())
+            finally:
+                done.append("work")
 
     working = asyncio.create_task(work())
     await asyncio.sleep(0)

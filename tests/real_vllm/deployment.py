@@ -32,6 +32,7 @@ class Setup:
 LITTLE_MEMORY = ("--max-model-len", "1024", "--num-gpu-blocks-override", "10")
 SETUPS = {
     "e+pd": Setup(),
+    "little memory": Setup(engine=LITTLE_MEMORY),
     "both": Setup(encoders=0),
     "both, little memory": Setup(encoders=0, engine=LITTLE_MEMORY),
     "rescue": Setup(

@@ -1,7 +1,7 @@
-"""Requests cancelled at each stage leave nothing behind on real vLLM: no KV block, no pin, no job, no mark.
+"""Requests cancelled at each stage leave nothing behind in services on real vLLM: no job, no pin, no mark.
 
-The engine has 9 blocks of 128 tokens for requests, and each stage is cancelled several times: were one block
-kept each time, the last request, which needs 8 of them at once, would never be scheduled.
+What the engine itself holds is looked at in ``test_gating.py``. Here it has 9 blocks of 128 tokens, and each
+stage is cancelled several times; a request that needs 8 of them at once is answered then.
 """
 
 from __future__ import annotations

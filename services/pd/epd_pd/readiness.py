@@ -21,7 +21,7 @@ from epd_common.errors import EpdError
 from epd_common.orders import OrderContext, Orders, encode_job
 from epd_common.protocol import EmbeddingEvent, Item, ProtocolError, decode, subjects
 from epd_common.store import Claim, EmbeddingHeader, SizeTable
-from epd_common.tasks import end
+from epd_common.tasks import end, whole
 from epd_pd.arrivals import Arrivals
 from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
@@ -161,7 +161,8 @@ class Readiness:
         item = wait.item
         (claim,) = await self._orders.claim([item], wait.context, useless={item.key: useless})
         if claim.state == "claimed":
-            await self._orders.publish_encodes([item], [claim], wait.context)
+            # Also where this request ends meanwhile: others may have joined, and wait for that job.
+            await whole(self._orders.publish_encodes([item], [claim], wait.context))
         return claim
 
     async def _order_again(self, wait: Wait) -> Claim:

@@ -107,9 +107,10 @@ async def _edge(
     ingest = Ingest(media, pictures, limits, fetch=fetcher.fetch, files=media)
     states = KeyStates(redis, lease_s=settings.encode_lease_s, ready_ttl_s=settings.embedding_ttl_s)
     registry = await stack.enter_async_context(Registry(bus))
-    hub = await stack.enter_async_context(ReplyHub(bus))
+    name = subjects.worker_key("gateway", settings.worker_id)
+    hub = await stack.enter_async_context(ReplyHub(bus, name=name))
     requester = Requester(
-        registry=registry, ingest=ingest, orders=Orders(bus, states, media), hub=hub
+        registry=registry, ingest=ingest, orders=Orders(bus, states, media), hub=hub, name=name
     )
     return Edge(
         settings=settings,

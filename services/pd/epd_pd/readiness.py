@@ -21,7 +21,7 @@ from epd_common.errors import EpdError
 from epd_common.orders import OrderContext, Orders, encode_job
 from epd_common.protocol import EmbeddingEvent, Item, ProtocolError, decode, subjects
 from epd_common.store import Claim, EmbeddingHeader, SizeTable
-from epd_common.tasks import end
+from epd_common.tasks import end, whole
 from epd_pd.arrivals import Arrivals
 from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
@@ -98,6 +98,10 @@ class Readiness:
             for key in taken:
                 self._pins.release(key)
 
+    async def let_go(self, keys: Sequence[str], request_id: str) -> None:
+        """The request has ended without them: what nobody else waits for need not be encoded."""
+        await self._orders.let_go(keys, request_id)
+
     async def _follow(
         self, index: int, arrivals: Arrivals, context: OrderContext, taken: list[str]
     ) -> None:
@@ -155,9 +159,10 @@ class Readiness:
     async def _claim(self, wait: Wait, *, useless: int) -> Claim:
         """Look the state up, and order the encode if nobody has or makes the embedding."""
         item = wait.item
-        (claim,) = await self._orders.claim([item], useless={item.key: useless})
+        (claim,) = await self._orders.claim([item], wait.context, useless={item.key: useless})
         if claim.state == "claimed":
-            await self._orders.publish_encodes([item], [claim], wait.context)
+            # Also where this request ends meanwhile: others may have joined, and wait for that job.
+            await whole(self._orders.publish_encodes([item], [claim], wait.context))
         return claim
 
     async def _order_again(self, wait: Wait) -> Claim:
@@ -176,7 +181,7 @@ class Readiness:
         assert self._local is not None
         key = wait.item.key
         (claim,) = await self._orders.claim(
-            [wait.item], useless={key: wait.claim.epoch}, rescue=True
+            [wait.item], wait.context, useless={key: wait.claim.epoch}, rescue=True
         )
         if claim.state != "claimed":
             return claim  # another has taken it over

@@ -12,6 +12,7 @@ from epd_common.encode import EncodeHandler
 from epd_common.engines import PdEngine
 from epd_common.ingest import Ingest, PictureChecker
 from epd_common.orders import Orders
+from epd_common.protocol import subjects
 from epd_common.store import Arena, SizeTable
 from epd_common.worker import connect
 from epd_pd.admission import Admission
@@ -21,6 +22,7 @@ from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
 from epd_pd.readiness import Readiness
 from epd_pd.replays import Replays
+from epd_pd.requesters import ending_with_requesters
 from epd_pd.resuming import Resuming
 from epd_pd.settings import PdSettings
 
@@ -40,7 +42,9 @@ class PdService:
         settings = self._settings
         async with AsyncExitStack() as stack:
             parts = await connect(stack, settings, role="pd", slots=settings.pd_slots)
-            cancels = await stack.enter_async_context(Cancels(parts.bus))
+            cancels = await stack.enter_async_context(
+                Cancels(parts.bus, parts.redis, worker=settings.worker_id)
+            )
             replays = await stack.enter_async_context(Replays(parts.bus))
             resuming = await stack.enter_async_context(Resuming(parts.bus))
             engine = self._make_engine(parts.arena)
@@ -53,6 +57,14 @@ class PdService:
             limits = settings.ingest_limits()
             pictures = await stack.enter_async_context(PictureChecker(limits))
             counters = parts.worker.counters
+            await stack.enter_async_context(
+                ending_with_requesters(
+                    registry,
+                    cancels,
+                    own=subjects.worker_key("pd", settings.worker_id),
+                    noted=lambda ended: counters.update(orphaned=ended),
+                )
+            )
             pins = Pins(parts.arena, parts.remote, info=info, counters=counters)
             handler = GenerateHandler(
                 bus=parts.bus,

@@ -98,6 +98,14 @@ class FakeEncoderEngine:
     def alive(self) -> bool:
         return not self._dead.is_set()
 
+    @property
+    def steps(self) -> int:
+        return 0
+
+    @property
+    def owes(self) -> bool:
+        return False
+
     def die(self) -> None:
         self._dead.set()
         self.gate.set()
@@ -163,6 +171,14 @@ class FakePdEngine:
     @property
     def alive(self) -> bool:
         return not self._dead.is_set()
+
+    @property
+    def steps(self) -> int:
+        return 0
+
+    @property
+    def owes(self) -> bool:
+        return False
 
     def die(self) -> None:
         self._dead.set()

@@ -188,19 +188,23 @@ class ServiceStack:
         return FakePdEngine(self.model, self.fingerprint, arena, encodes=encodes)
 
     async def add_gateway(self, **settings: Any) -> None:
+        """The gateway that all of this asks: a further one takes the place of the one before."""
         self.gateway_id = secrets.token_hex(4)
         built = GatewaySettings(
             **self._urls("gateway"),
-            worker_id=self.gateway_id,
-            port=0,
-            heartbeat_s=0.5,
-            **settings,
+            **{
+                "worker_id": self.gateway_id,
+                "port": 0,
+                "heartbeat_s": 0.5,
+                "drain_notice_s": 0,
+                **settings,
+            },
         )
         self.gateway = self._run("gateway", lambda stop: serve(built, stop))
         self.registry = await self._stack.enter_async_context(Registry(self.bus))
-        await self._until(lambda: bool(self._gateway_url()), "the gateway is registered")
+        await self._until(lambda: bool(self.gateway_url), "the gateway is registered")
         self.http = await self._stack.enter_async_context(
-            httpx.AsyncClient(base_url=self._gateway_url(), timeout=BOUND_S)
+            httpx.AsyncClient(base_url=self.gateway_url, timeout=BOUND_S)
         )
 
     def _urls(self, role: str) -> dict[str, Any]:
@@ -228,7 +232,8 @@ class ServiceStack:
         self._stack.push_async_callback(end)
         return process
 
-    def _gateway_url(self) -> str:
+    @property
+    def gateway_url(self) -> str:
         views = self.registry.workers("gateway")
         return next((v.record.phase for v in views if v.record.worker == self.gateway_id), "")
 

@@ -57,6 +57,14 @@ class VllmPdEngine(VllmEngine):
         self._sleep_when_stalled = sleep_when_stalled
         self._fingerprint = ""
         self._app: OpenAIApp | None = None
+        self._answering: dict[str, list[str]] = {}
+        """The keys of each request that is inside."""
+
+    @property
+    def owes(self) -> bool:
+        return super().owes or any(
+            all((self._pins / key).exists() for key in keys) for keys in self._answering.values()
+        )
 
     async def start(self, progress: Progress) -> EngineInfo:
         folder = await asyncio.to_thread(model_folder, self._options.model)
@@ -103,6 +111,7 @@ class VllmPdEngine(VllmEngine):
         put_placeholders(body, placeholders, self._fingerprint)
         call = self._app.call(route, msgspec.json.encode(body), request_id=request_id)
         head: AnswerHead | None = None
+        self._answering[request_id] = [item.key for item in placeholders]
         try:
             async for part in call:
                 if isinstance(part, AnswerHead):
@@ -115,6 +124,7 @@ class VllmPdEngine(VllmEngine):
             if head is not None:
                 yield head
         finally:
+            self._answering.pop(request_id, None)
             await call.aclose()
 
     async def wake(self) -> None:

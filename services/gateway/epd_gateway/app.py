@@ -33,6 +33,7 @@ from epd_common.requester import Requester
 from epd_common.store import MediaStore
 from epd_gateway.auth import KeyRing, RequireKey, caller_of
 from epd_gateway.bodies import read_body
+from epd_gateway.draining import CloseWhileDraining
 from epd_gateway.files import add_file_routes
 from epd_gateway.metrics import GatewayMetrics
 from epd_gateway.relay import Relay
@@ -94,6 +95,7 @@ def build_app(edge: Edge) -> FastAPI:
         cache_scope=edge.settings.cache_scope,
         refused=edge.metrics.refused,
     )
+    app.add_middleware(CloseWhileDraining, draining=lambda: edge.draining)
     for route in GENERATE_ROUTES:
         app.add_api_route(route, _generate(edge, route), methods=["POST"])
     add_file_routes(app, edge)
@@ -137,8 +139,6 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
 
     async def handler(request: Request) -> Response:
         started = time.monotonic()
-        if edge.draining:
-            raise UnavailableError("the gateway is shutting down", retry_after_s=1.0)
         caller = caller_of(request)
         timeout_s = _deadline(request, edge.settings.deadline_s)
         body = await _json_body(request, edge.settings.max_body_bytes)

@@ -42,7 +42,7 @@ class PdService:
             cancels = await stack.enter_async_context(Cancels(parts.bus))
             replays = await stack.enter_async_context(Replays(parts.bus))
             engine = self._make_engine(parts.arena)
-            stack.push_async_callback(engine.stop)
+            stack.push_async_callback(parts.worker.stop_engine)
             takes_encodes = settings.ec_role == "ec_both"
             info = await parts.worker.load(engine, takes_encodes=takes_encodes)
             encoding = parts.encoding(engine, info)
@@ -81,12 +81,12 @@ class PdService:
                 burying_exhausted(parts.bus, "generate", handler.exhausted)
             )
             generate = await parts.pull(stack, "generate", slots=settings.pd_slots)
-            queues = [(generate, handler.handle)]
+            queues = [(generate, handler.handle, handler.exhausted)]
             if takes_encodes:
                 encodes = EncodeHandler(encoding, counters)
                 await stack.enter_async_context(
                     burying_exhausted(parts.bus, "encode", encodes.exhausted)
                 )
                 encode = await parts.pull(stack, "encode", slots=settings.encoder_slots)
-                queues.append((encode, encodes.handle))
+                queues.append((encode, encodes.handle, encodes.exhausted))
             await parts.worker.work(queues, stop)

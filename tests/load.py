@@ -31,7 +31,7 @@ class Backend:
 
 @dataclass
 class Balancer:
-    """Asks gateways that say that they are ready; tries another one where a connection is refused, or for 503.
+    """Asks gateways that say that they are ready; where one refuses the connection, or says 503, another one.
 
     Attributes:
         retried: Why, how often.

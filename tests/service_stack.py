@@ -157,7 +157,7 @@ class ServiceStack:
     async def add_encoder(self, arena: str = "arena", **settings: Any) -> Worker:
         folder = self._folder / arena
         worker = Worker(secrets.token_hex(4), None, folder)  # type: ignore[arg-type]
-        built = EncoderSettings(**self._worker_settings(worker, "encoder"), **settings)
+        built = EncoderSettings(**{**self._worker_settings(worker, "encoder"), **settings})
 
         def make_engine(staging: Path) -> EncoderEngine:
             worker.engines.append(self.encoder_engine(built, staging))
@@ -170,7 +170,7 @@ class ServiceStack:
     async def add_pd(self, arena: str = "arena", **settings: Any) -> Worker:
         folder = self._folder / arena
         worker = Worker(secrets.token_hex(4), None, folder)  # type: ignore[arg-type]
-        built = PdSettings(**self._worker_settings(worker, "pd"), **settings)
+        built = PdSettings(**{**self._worker_settings(worker, "pd"), **settings})
 
         def make_engine(arena: Arena) -> PdEngine:
             worker.engines.append(self.pd_engine(built, arena))

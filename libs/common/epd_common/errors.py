@@ -126,6 +126,13 @@ class UnavailableError(EpdError):
     default_code = "unavailable"
 
 
+class MediaLostError(EpdError):
+    """The store lost a request's media before they were encoded. Sent again, it brings them again."""
+
+    status = 503
+    default_code = "media_gone"
+
+
 class DeadlineError(EpdError):
     """The request's deadline passed; the message names the stage."""
 

@@ -178,7 +178,7 @@ class WorkerSettings(CommonSettings):
         120.0,
         ge=0,
         description="Seconds without a step after which an engine that has work is held for hung, and its "
-        "worker ends; well above the longest step (a long prompt's prefill, a large video's encode). 0: never.",
+        "worker ends; well above the longest step (prefill of a long prompt, a large video). 0: never.",
     )
     engine_args: str = Field(
         "", description="More arguments for the vLLM engine, as on vLLM's command line."

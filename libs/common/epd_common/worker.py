@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 ENGINE_WATCH_S = 0.5
 GIVE_BACK_DELAY_S = 0.1
 UNEXPECTED_DELAY_S = 1.0
-STEP_BACK_S = 1.0
-"""So long after a worker gave a job back for want of a broker or store it takes no other: others shall."""
+STEP_BACK_S, LONGEST_STEP_BACK_S = 1.0, 10.0
+"""So long after a worker gave a job back for want of a broker or store it takes no other: others shall. Twice
+as long each time, until it does one."""
 
 BROKEN_DRAIN_S = 1.0
 """What a worker whose engine is dead gives its jobs to end by themselves."""
@@ -98,6 +99,7 @@ class Worker:
         self._ending: asyncio.Task[None] | None = None
         self._broken = asyncio.Event()
         self._failure = ""
+        self._setbacks = 0
         self._pullers: list[JobPuller] = []
         self._stack = AsyncExitStack()
         self._beat_now: Callable[[], None] = lambda: None
@@ -208,6 +210,7 @@ class Worker:
         """One job's boundary: whatever it raises ends here, with its delivery settled."""
         try:
             await handle(delivery)
+            self._setbacks = 0
         except asyncio.CancelledError:
             drained = UnavailableError(
                 "the last of the workers that had this job was shut down before it was done; send it again",
@@ -219,8 +222,10 @@ class Worker:
             raise
         except EpdError as error:
             logger.warning("job given back: %s", error, extra=error.fields())
-            if isinstance(error, UnavailableError):
-                puller.step_back(GIVE_BACK_DELAY_S + STEP_BACK_S)
+            if isinstance(error, UnavailableError) and not puller.rests:
+                step_back_s = min(STEP_BACK_S * 2**self._setbacks, LONGEST_STEP_BACK_S)
+                puller.step_back(GIVE_BACK_DELAY_S + step_back_s)
+                self._setbacks += 1
             await self._give_back(delivery, error, GIVE_BACK_DELAY_S, tell)
         except Exception as error:
             logger.exception("job failed by an unexpected error; given back")

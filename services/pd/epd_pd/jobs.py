@@ -21,7 +21,9 @@ from epd_common.errors import (
     ConflictError,
     DeadlineError,
     EpdError,
+    MediaLostError,
     RequestCancelledError,
+    UnavailableError,
     UpstreamError,
 )
 from epd_common.ingest import Ingest
@@ -156,7 +158,9 @@ class GenerateHandler:
             await self._answer(job, writer)
             self._counters["answered"] += 1
         except EpdError as error:
-            if not self._engine.alive and not writer.begun and not delivery.last_attempt:
+            # An engine, or a connection, of this worker alone.
+            elsewhere = not self._engine.alive or isinstance(error, UnavailableError)
+            if elsewhere and not writer.begun and not delivery.last_attempt:
                 raise  # given back: another worker answers
             expired = isinstance(error, DeadlineError)
             self._counters["expired" if expired else "failed"] += 1
@@ -282,11 +286,11 @@ class GenerateHandler:
                 )
             data = item.media.inline or await self._media.get(item.media.ref or "")
             if data is None:
-                raise BadRequestError(
+                raise MediaLostError(
                     f"the media of item {item.key} are no longer in the media store; send them again",
-                    code="media_gone",
                     stage="generate",
                     key=item.key,
+                    retry_after_s=1.0,
                 )
             media[item.key] = data
         return media
@@ -296,10 +300,11 @@ class GenerateHandler:
         if job.body_ref:
             stored = await self._media.get_body(job.body_ref)
             if stored is None:
-                raise BadRequestError(
+                raise MediaLostError(
                     "the request's body is no longer in the media store; send it again",
                     code="body_gone",
                     stage="generate",
+                    retry_after_s=1.0,
                 )
             raw = stored
         body = parse_body(raw)

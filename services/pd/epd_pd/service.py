@@ -68,6 +68,7 @@ class PdService:
                     local=LocalEncode(encoding, parts.states) if info.encodes else None,
                     encoders_alive=lambda: registry.takes_encodes(settings.model_name),
                     recheck_s=settings.recheck_s,
+                    store_patience_s=settings.store_patience_s,
                     counters=counters,
                 ),
                 admission=Admission(settings.max_incomplete),

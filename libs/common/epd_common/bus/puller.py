@@ -116,14 +116,14 @@ class JobPuller:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            if self._rests:
+            if self.rests:
                 await self._rest()
                 continue
             await self._withdraw()
             message = await self._look() or await self._wait()
             if message is None:
                 continue
-            if self._stopping or self._rests:
+            if self._stopping or self.rests:
                 await self._give_back(message)
                 continue
             self.busy += 1
@@ -132,14 +132,15 @@ class JobPuller:
         await self._give_back_arrived()
 
     @property
-    def _rests(self) -> bool:
+    def rests(self) -> bool:
+        """Whether it stepped back and fetches nothing for now."""
         return time.monotonic() < self._resting_until
 
     async def _rest(self) -> None:
         """Take all pulls back, and begin anew when the time is over."""
         await self._close_pulls(self._lanes)
         await self._give_back_arrived()
-        while self._rests and not self._stopping:
+        while self.rests and not self._stopping:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._resting_until - time.monotonic()):
@@ -255,7 +256,7 @@ class JobPuller:
 
     async def _on_message(self, lane: _Lane, message: Msg) -> None:
         if (
-            self._stopping or self._rests
+            self._stopping or self.rests
         ):  # a pull was answered too late; others should not wait for it
             await self._give_back(message)
         else:

@@ -14,8 +14,7 @@ import httpx
 
 from epd_common.tasks import end
 from epd_sim.answers import expected_answer
-from service_stack import BOUND_S, CHAT, picture, stream_text, text_of
-from sim_stack import SimStack
+from service_stack import BOUND_S, CHAT, picture, request_body, stream_text, text_of
 
 TRIES = 20
 LOOK_S = 0.05
@@ -38,7 +37,7 @@ class Balancer:
         wrong: Answers that were none, or not the right ones.
     """
 
-    stack: SimStack
+    model: str
     backends: list[Backend] = field(default_factory=list)
     retried: Counter[str] = field(default_factory=Counter)
     answered: int = 0
@@ -81,7 +80,9 @@ class Balancer:
         """Ask with no, one or two pictures, one of them everybody's."""
         pictures = [picture(), self._shared][: number % 3]
         stream = streams and number % 2 == 0
-        body = self.stack.body(f"question {number}", *pictures, max_tokens=12, stream=stream)
+        body = request_body(
+            self.model, f"question {number}", *pictures, max_tokens=12, stream=stream
+        )
         try:
             response = await self.post(body)
             if response.status_code != 200:

@@ -55,6 +55,11 @@ def image_part(data: bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": make_data_uri(data)}}
 
 
+def request_body(model: str, text: str, *pictures: bytes, **fields: Any) -> dict[str, Any]:
+    parts = [image_part(data) for data in pictures] + [{"type": "text", "text": text}]
+    return {"model": model, "messages": [{"role": "user", "content": parts}], **fields}
+
+
 def broken_part() -> dict[str, Any]:
     """A picture whose header is right and whose rest is missing."""
     cut = base64.b64encode(picture()[:40]).decode()
@@ -191,8 +196,8 @@ class ServiceStack:
         """The gateway that all of this asks: a further one takes the place of the one before."""
         self.gateway_id = secrets.token_hex(4)
         built = GatewaySettings(
-            **self._urls("gateway"),
             **{
+                **self._urls("gateway"),
                 "worker_id": self.gateway_id,
                 "port": 0,
                 "heartbeat_s": 0.5,
@@ -271,8 +276,7 @@ class ServiceStack:
     # -- asking ----------------------------------------------------------------------------------
 
     def body(self, text: str, *pictures: bytes, **fields: Any) -> dict[str, Any]:
-        parts = [image_part(data) for data in pictures] + [{"type": "text", "text": text}]
-        return {"model": self.model, "messages": [{"role": "user", "content": parts}], **fields}
+        return request_body(self.model, text, *pictures, **fields)
 
     async def ask(self, text: str, *pictures: bytes, **fields: Any) -> httpx.Response:
         return await self.http.post(CHAT, json=self.body(text, *pictures, **fields))

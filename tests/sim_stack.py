@@ -25,10 +25,16 @@ class Time:
         self.slept: list[float] = []
         self.real_s = 0.0
         """What each sleep takes of the test's own time."""
+        self.hold_after = 0
+        """After so many sleeps more ``passing`` is cleared, once."""
         self.passing = asyncio.Event()
         self.passing.set()
 
     async def __call__(self, seconds: float) -> None:
+        if self.hold_after:
+            self.hold_after -= 1
+            if not self.hold_after:
+                self.passing.clear()
         await self.passing.wait()
         self.slept.append(seconds)
         await asyncio.sleep(self.real_s)

@@ -39,7 +39,7 @@ async def test_every_service_is_rolled_under_load(
 ) -> None:
     caplog.set_level(logging.INFO, logger="epd_common.worker")
     await stack.start(encoders=2, pds=2)
-    balancer = Balancer(stack)
+    balancer = Balancer(stack.model)
     balancer.add(stack.gateway_url)
     old = stack.gateway
     async with balancer.load():
@@ -73,7 +73,7 @@ async def test_what_a_drain_has_no_time_for_is_given_back_and_answered(
     stack.settings["drain_s"] = 0
     stack.pd_time.real_s = 10 * STEP_S
     await stack.start(encoders=2, pds=2)
-    balancer = Balancer(stack)
+    balancer = Balancer(stack.model)
     balancer.add(stack.gateway_url)
     async with balancer.load(at_once=8, streams=False):
         for workers, add in (
@@ -122,6 +122,7 @@ async def test_a_gateway_says_no_first_and_still_answers(stack: SimStack) -> Non
 async def _streaming(stack: SimStack, http: httpx.AsyncClient) -> tuple[asyncio.Task[str], Process]:
     """A stream of the gateway that has begun, while the engine stands still, and that gateway."""
     begun = asyncio.Event()
+    stack.pd_time.hold_after = 3
 
     async def read() -> str:
         body = stack.body("long", stream=True, max_tokens=30)
@@ -129,8 +130,6 @@ async def _streaming(stack: SimStack, http: httpx.AsyncClient) -> tuple[asyncio.
         async with http.stream("POST", CHAT, json=body) as response:
             async for piece in response.aiter_text():
                 seen += piece
-                if not begun.is_set():
-                    stack.pd_time.passing.clear()
                 begun.set()
         return seen
 

@@ -237,7 +237,11 @@ def _services(
 
 
 async def _stop_all(services: list[ServiceProcess], up: list[bool]) -> None:
-    await asyncio.gather(*(service.stop(at_once=not up) for service in services))
+    """The gateway first: while it finishes its requests the workers still take their jobs."""
+    gateways = [service for service in services if service.role == "gateway"]
+    workers = [service for service in services if service.role != "gateway"]
+    for group in (gateways, workers):
+        await asyncio.gather(*(service.stop(at_once=not up) for service in group))
 
 
 def _sweep_arenas() -> None:

@@ -126,8 +126,8 @@ class UnavailableError(EpdError):
     default_code = "unavailable"
 
 
-class MediaLostError(EpdError):
-    """The store lost a request's media before they were encoded. Sent again, it brings them again."""
+class SendAgainError(EpdError):
+    """A store lost what the request brought, or is full. No other worker can help; sent again it may work."""
 
     status = 503
     default_code = "media_gone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -41,6 +42,9 @@ from epd_gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
+PROBE_S = 1.5
+"""What Valkey gets to answer ``/ready``, which itself must be quick: load balancers wait a few seconds."""
+
 SEND_GRACE_S = 30.0
 """So long after its deadline a slow client may still read what there is of its answer."""
 
@@ -71,8 +75,9 @@ class Edge:
         if not self.bus.connected:
             return "NATS is not connected"
         try:
-            await self.redis.ping()
-        except (redis.exceptions.RedisError, OSError):
+            async with asyncio.timeout(PROBE_S):
+                await self.redis.ping()
+        except (redis.exceptions.RedisError, OSError, TimeoutError):
             return "Redis does not answer"
         for model in self.registry.models():
             prints = {record.fingerprint for record in self.registry.ready("pd", model)}

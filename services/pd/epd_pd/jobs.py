@@ -21,8 +21,8 @@ from epd_common.errors import (
     ConflictError,
     DeadlineError,
     EpdError,
-    MediaLostError,
     RequestCancelledError,
+    SendAgainError,
     UnavailableError,
     UpstreamError,
 )
@@ -286,7 +286,7 @@ class GenerateHandler:
                 )
             data = item.media.inline or await self._media.get(item.media.ref or "")
             if data is None:
-                raise MediaLostError(
+                raise SendAgainError(
                     f"the media of item {item.key} are no longer in the media store; send them again",
                     stage="generate",
                     key=item.key,
@@ -300,7 +300,7 @@ class GenerateHandler:
         if job.body_ref:
             stored = await self._media.get_body(job.body_ref)
             if stored is None:
-                raise MediaLostError(
+                raise SendAgainError(
                     "the request's body is no longer in the media store; send it again",
                     code="body_gone",
                     stage="generate",

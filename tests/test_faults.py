@@ -233,6 +233,43 @@ async def test_what_it_cannot_answer_goes_to_another(
     assert balancer.wrong == []
 
 
+async def test_an_encoder_without_valkey_leaves_its_jobs_to_another(
+    own: Brokers, stack: SimStack, way: Forwarder
+) -> None:
+    """Nobody notices, though it asks for jobs as well as the other one does."""
+    stack.pd_time.real_s = stack.encoder_time.real_s = STEP_S
+    weak = await stack.add_encoder(redis_url=by(way, own))
+    await stack.start(encoders=1)
+    balancer = Balancer(stack.model)
+    balancer.add(stack.gateway_url)
+    async with balancer.load():
+        await balancer.more(10)
+        way.cut()
+        await balancer.more(40)
+        assert (await stack.counters(weak))["given_back"] > 0
+        way.restore()
+        encoded = (await stack.counters(weak)).get("encoded", 0)
+
+        async def again() -> bool:
+            return (await stack.counters(weak)).get("encoded", 0) > encoded
+
+        await eventually(again, "it encodes again", 3 * BOUND_S)
+    assert (balancer.wrong, balancer.retried) == ([], {})
+
+
+async def test_text_needs_no_valkey(own: Brokers, stack: SimStack) -> None:
+    await stack.start()
+    await own.redis.stop()
+    try:
+        await ask_rightly(stack, "text")
+        away = await stack.ask("picture", picture())
+        assert (away.status_code, away.headers["retry-after"]) == (503, "1")
+        assert error_of(away)["code"] == "redis_unavailable"
+    finally:
+        await own.redis.start()
+    await ask_rightly(stack, "picture", picture())
+
+
 async def test_ready_says_so_in_time_when_valkey_hangs(
     own: Brokers, stack: SimStack, way: Forwarder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -318,6 +318,8 @@ class Worker:
             "phase": self._phase,
             "busy": self._busy,
             "slots": self._slots,
+            "steps": self._engine.steps if self._engine is not None else 0,
+            "owes": self._engine is not None and self._engine.owes,
             "counters": dict(self.counters),
         }
 

@@ -255,9 +255,7 @@ class JobPuller:
         lane.connection = self._bus.reconnects
 
     async def _on_message(self, lane: _Lane, message: Msg) -> None:
-        if (
-            self._stopping or self.rests
-        ):  # a pull was answered too late; others should not wait for it
+        if self._stopping or self.rests:  # answered too late; others should not wait for it
             await self._give_back(message)
         else:
             self._arrived.put_nowait((lane, message))

@@ -613,9 +613,13 @@ async def test_a_worker_that_steps_back_leaves_jobs_to_others(
                 lambda: all(weak._is_open(lane) for lane in weak._lanes), "pulls are open"
             )
             weak.step_back(FOR_EVER_S)
+            await eventually(
+                lambda: not any(weak._is_open(lane) for lane in weak._lanes), "they are taken back"
+            )
             names = {await put(bus, model, lane) for lane in (*LANES, *LANES)}
             await eventually(lambda: len(found) == len(names), "the other one gets them all")
             assert none == []
+            assert {delivery.attempt for delivery in found} == {1}
 
 
 async def test_a_worker_that_stepped_back_comes_again(bus: Bus, model: str) -> None:

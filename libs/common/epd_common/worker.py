@@ -262,9 +262,8 @@ class Worker:
             last, looked = looked, time.monotonic()
             if watchdog.look(steps=engine.steps, owes=engine.owes, since_last_s=looked - last):
                 self._fail(f"computed nothing for {bound_s:g} s (EPD_STALL_S) though it had work")
-                await (
-                    self.stop_engine()
-                )  # then its jobs fail, and what it hung on is known for that
+                # Now its jobs fail, and the items among them count as begun and never ended.
+                await self.stop_engine()
                 return
         self._fail("died")
 

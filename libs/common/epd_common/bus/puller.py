@@ -214,7 +214,7 @@ class JobPuller:
     async def _next(self, timeout_s: float) -> Msg | None:
         """The next job that arrives, or None when a lane says that it has none."""
         arrived = asyncio.ensure_future(self._arrived.get())
-        stopped = asyncio.ensure_future(self._stopped())
+        stopped = asyncio.ensure_future(self._stopped_or_rests())
         try:
             await asyncio.wait(
                 (arrived, stopped), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -235,8 +235,8 @@ class JobPuller:
             await asyncio.sleep(BACKOFF_S)
         return None
 
-    async def _stopped(self) -> None:
-        while not self._stopping:
+    async def _stopped_or_rests(self) -> None:
+        while not self._stopping and not self.rests:
             self._changed.clear()
             await self._changed.wait()
 
@@ -255,7 +255,7 @@ class JobPuller:
         lane.connection = self._bus.reconnects
 
     async def _on_message(self, lane: _Lane, message: Msg) -> None:
-        if self._stopping or self.rests:  # answered too late; others should not wait for it
+        if self._stopping:  # an open pull was answered too late; others should not wait for it
             await self._give_back(message)
         else:
             self._arrived.put_nowait((lane, message))

@@ -42,12 +42,12 @@ CHAT = "/v1/chat/completions"
 _shades = itertools.count(1)
 
 
-def picture() -> bytes:
+def picture(size: tuple[int, int] = (8, 8)) -> bytes:
     """A small PNG that no other call has given."""
     buffer = io.BytesIO()
     number = next(_shades)
     colour = (number & 255, number >> 8 & 255, secrets.randbelow(256))
-    Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
+    Image.new("RGB", size, colour).save(buffer, "PNG")
     return buffer.getvalue()
 
 

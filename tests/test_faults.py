@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,8 @@ async def test_a_pd_worker_without_valkey_answers_from_its_arena(
     await ask_rightly(stack, "before", one := picture())
     getattr(way, how)()
     await ask_rightly(stack, "text")
-    await ask_rightly(stack, "new and known", picture(), one)
+    unseen_size = picture((40, 60))
+    await ask_rightly(stack, "new and known", picture(), unseen_size, one)
     way.restore()
     await ask_rightly(stack, "after", picture(), one)
     assert "given_back" not in await stack.counters(stack.pds[0])
@@ -231,6 +233,25 @@ async def test_what_it_cannot_answer_goes_to_another(
 
         await eventually(again, "it answers again", 3 * BOUND_S)
     assert balancer.wrong == []
+
+
+async def test_alone_it_rests_between_its_attempts_and_ends_with_a_clear_503(
+    own: Brokers, stack: SimStack, way: Forwarder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was given back would be taken at once again, five times, before any other could have it."""
+    monkeypatch.setattr("epd_common.worker.STEP_BACK_S", 0.25)
+    await stack.add_encoder()
+    await stack.add_pd(arena="far", redis_url=by(way, own), store_patience_s=0)
+    await stack.start(encoders=0, pds=0)
+    way.cut()
+    began = time.monotonic()
+    ended = await stack.ask("x", picture())
+    rests_s = (0.25 + 0.5 + 1 + 2) * 0.9
+    assert time.monotonic() - began > rests_s
+    assert (ended.status_code, ended.headers["retry-after"]) == (503, "1"), ended.text
+    assert error_of(ended)["code"] == "redis_unavailable"
+    way.restore()
+    await ask_rightly(stack, "after", picture())
 
 
 async def test_an_encoder_without_valkey_leaves_its_jobs_to_another(
@@ -397,8 +418,11 @@ async def test_nats_restarts_while_answers_stream_and_jobs_wait(
         return int(info.state.messages) >= 6
 
     await eventually(queued, "the others wait")
-    await own.nats.restart()
-    stack.pd_time.passing.set()
+    computed = len(stack.pd_time.slept)
+    await own.nats.kill()
+    stack.pd_time.passing.set()  # pieces of the answer find nobody to take them
+    await eventually(lambda: len(stack.pd_time.slept) > computed + 5, "the answer goes on")
+    await own.nats.start()
     raw = await streaming
     body = stack.body("long", pictures[0], max_tokens=30)
     assert stream_text(raw) == expected_answer(body, pictures[:1])

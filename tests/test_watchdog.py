@@ -103,6 +103,40 @@ async def test_a_hung_engine_ends_its_worker_and_another_answers(bare: SimStack,
 
 
 @pytest.mark.slow
+async def test_an_item_that_hangs_two_engines_is_given_to_no_third(bare: SimStack) -> None:
+    for _ in range(2):
+        await bare.add_encoder(sim_hang_at=1, stall_s=STALL_S)
+    await bare.start(encoders=0)
+    refused = await bare.ask("x", picture())
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["code"] == "media_kills_engine"
+    for worker in bare.encoders:
+        await eventually(worker.process.task.done, "each that tried it has ended")
+        assert "computed nothing" in repr(worker.process.task.exception())
+
+
+@pytest.mark.slow
+async def test_a_worker_whose_engine_died_does_not_wait_for_the_drain(bare: SimStack) -> None:
+    """A request that waits for its picture would notice only then."""
+    dying = await bare.add_pd(sim_die_at=1, drain_s=300)
+    await bare.start(pds=0)
+    bare.encoder_time.passing.clear()
+    waiting = asyncio.create_task(ask_rightly(bare, "", picture()))
+
+    async def waits() -> bool:
+        return await bare.busy(dying) == 1
+
+    await eventually(waits, "it waits for its picture")
+    asking = asyncio.create_task(ask_rightly(bare, "text"))
+    await eventually(dying.process.task.done, "the worker ends")
+    assert "engine died" in repr(dying.process.task.exception())
+    await bare.add_pd()
+    await asking
+    bare.encoder_time.passing.set()
+    await waiting
+
+
+@pytest.mark.slow
 async def test_a_busy_engine_and_one_that_waits_for_embeddings_live(bare: SimStack) -> None:
     bare.settings["stall_s"] = STALL_S
     await bare.start()

@@ -148,6 +148,7 @@ class House:
             local=self.local,
             encoders_alive=lambda: self.encoders,
             recheck_s=recheck_s,
+            store_patience_s=0.0,
             counters=self.counters,
         )
 

@@ -327,6 +327,7 @@ class ReplyHub:
         self._replies: dict[str, Reply] = {}
         self._subscriptions: list[Subscription] = []
         self._looking: asyncio.Task[None] | None = None
+        self._closed: EpdError | None = None
 
     async def __aenter__(self) -> Self:
         for subject, handler in (
@@ -372,6 +373,15 @@ class ReplyHub:
         self.forget(reply)
         await self.cancel(reply.request_id, "the requester lost the answer")
 
+    async def fail_all(self, error: EpdError) -> None:
+        """End every reply, and those to come, with an error, after what has come of it; who works on one is
+        told to stop."""
+        self._closed = error
+        for reply in list(self._replies.values()):
+            reply._fail(error)
+            if reply.submitted:
+                await self._give_up(reply)
+
     @property
     def open_replies(self) -> int:
         return len(self._replies)
@@ -385,6 +395,8 @@ class ReplyHub:
 
     def register(self, reply: Reply) -> None:
         self._replies[reply.request_id] = reply
+        if self._closed is not None:
+            reply._fail(self._closed)
 
     def forget(self, reply: Reply) -> None:
         self._replies.pop(reply.request_id, None)

@@ -22,6 +22,8 @@ from epd_common.errors import (
     DeadlineError,
     EpdError,
     RequestCancelledError,
+    SendAgainError,
+    UnavailableError,
     UpstreamError,
 )
 from epd_common.ingest import Ingest
@@ -168,7 +170,9 @@ class GenerateHandler:
             self._counters["answered"] += 1
             answered = True
         except EpdError as raised:
-            if not self._engine.alive and not writer.committed and not delivery.last_attempt:
+            # An engine, or a connection, of this worker alone.
+            elsewhere = not self._engine.alive or isinstance(raised, UnavailableError)
+            if elsewhere and not writer.committed and not delivery.last_attempt:
                 raise  # given back: another worker answers, or goes on
             lost = not self._engine.alive and writer.committed
             error = _nobody_goes_on() if lost else raised
@@ -335,11 +339,11 @@ class GenerateHandler:
                 )
             data = item.media.inline or await self._media.get(item.media.ref or "")
             if data is None:
-                raise BadRequestError(
+                raise SendAgainError(
                     f"the media of item {item.key} are no longer in the media store; send them again",
-                    code="media_gone",
                     stage="generate",
                     key=item.key,
+                    retry_after_s=1.0,
                 )
             media[item.key] = data
         return media
@@ -349,10 +353,11 @@ class GenerateHandler:
         if job.body_ref:
             stored = await self._media.get_body(job.body_ref)
             if stored is None:
-                raise BadRequestError(
+                raise SendAgainError(
                     "the request's body is no longer in the media store; send it again",
                     code="body_gone",
                     stage="generate",
+                    retry_after_s=1.0,
                 )
             raw = stored
         body = parse_body(raw)

@@ -48,7 +48,7 @@ class PdService:
             replays = await stack.enter_async_context(Replays(parts.bus))
             resuming = await stack.enter_async_context(Resuming(parts.bus))
             engine = self._make_engine(parts.arena)
-            stack.push_async_callback(engine.stop)
+            stack.push_async_callback(parts.worker.stop_engine)
             takes_encodes = settings.ec_role == "ec_both"
             info = await parts.worker.load(engine, takes_encodes=takes_encodes)
             encoding = parts.encoding(engine, info)
@@ -82,6 +82,7 @@ class PdService:
                     local=LocalEncode(encoding, parts.states) if info.encodes else None,
                     encoders_alive=lambda: registry.takes_encodes(settings.model_name),
                     recheck_s=settings.recheck_s,
+                    store_patience_s=settings.store_patience_s,
                     counters=counters,
                 ),
                 admission=Admission(settings.max_incomplete),
@@ -96,12 +97,12 @@ class PdService:
                 burying_exhausted(parts.bus, "generate", handler.exhausted)
             )
             generate = await parts.pull(stack, "generate", slots=settings.pd_slots)
-            queues = [(generate, handler.handle)]
+            queues = [(generate, handler.handle, handler.exhausted)]
             if takes_encodes:
                 encodes = EncodeHandler(encoding, counters)
                 await stack.enter_async_context(
                     burying_exhausted(parts.bus, "encode", encodes.exhausted)
                 )
                 encode = await parts.pull(stack, "encode", slots=settings.encoder_slots)
-                queues.append((encode, encodes.handle))
+                queues.append((encode, encodes.handle, encodes.exhausted))
             await parts.worker.work(queues, stop)

@@ -276,6 +276,52 @@ async def test_who_joins_after_the_job_was_dropped_has_one_of_its_own(
     assert second.state == "claimed" and await states.begin(key, second.epoch)
 
 
+async def test_the_last_one_who_lets_go_has_the_job_to_take_off(
+    states: KeyStates, key: str
+) -> None:
+    first = await ask(states, key, "a")
+    assert await states.published(key, first.epoch, 17)
+    await ask(states, key, "b")
+    assert await states.let_go([key], "a") == []
+    assert await states.let_go([key, key], "b") == [17], "and once"
+    assert await states.read([key]) == [None]
+    again = await ask(states, key, "c")
+    assert again.state == "claimed" and again.epoch > first.epoch
+    assert await states.let_go([key], "c") == [], "the old job is not the new one's"
+
+
+async def test_a_job_that_is_begun_is_not_taken_off(states: KeyStates, key: str) -> None:
+    first = await ask(states, key, "a")
+    assert await states.published(key, first.epoch, 17)
+    assert await states.begin(key, first.epoch)
+    assert await states.let_go([key], "a") == []
+
+
+async def test_a_job_that_is_begun_before_it_is_noted_is_not_taken_off(
+    states: KeyStates, key: str
+) -> None:
+    first = await ask(states, key, "a")
+    assert await states.begin(key, first.epoch)
+    assert await states.published(key, first.epoch, 17)
+    assert await states.let_go([key], "a") == []
+
+
+async def test_a_job_that_all_have_let_go_of_before_it_is_noted(
+    states: KeyStates, key: str
+) -> None:
+    first = await ask(states, key, "a")
+    assert await states.let_go([key], "a") == []
+    assert not await states.published(key, first.epoch, 17)
+    assert (await ask(states, key, "b")).state == "claimed"
+
+
+async def test_a_job_for_nobody_is_not_taken_off(states: KeyStates, key: str) -> None:
+    claim = await one(states, key)
+    assert await states.published(key, claim.epoch, 17)
+    await ask(states, key, "a")
+    assert await states.let_go([key], "a") == []
+
+
 async def test_a_mark_has_an_end(states: KeyStates, redis: Redis, key: str) -> None:
     """Whoever was killed keeps no job alive for longer than it could have waited."""
     first = await ask(states, key, "killed", within_s=0.05)

@@ -132,6 +132,7 @@ NATS_ROLES: dict[str, NatsRole] = {
             *_service("gateway"),
             *(f"$JS.API.STREAM.UPDATE.{stream}" for stream in _STREAMS),
             f"$JS.API.STREAM.MSG.DELETE.{subjects.GENERATE_STREAM}",
+            f"$JS.API.STREAM.MSG.DELETE.{subjects.ENCODE_STREAM}",
             *_watch()[1:],
         ),
         subscribe=(*_served("gateway"), "epd.v1.cancel.*"),

@@ -118,9 +118,10 @@ class Orders:
 
     async def let_go(self, keys: Sequence[str], request_id: str) -> None:
         """A request waits for none of these any more. What else waits for them gets them all the same."""
-        if keys:
-            with contextlib.suppress(EpdError):  # its marks have an end
-                await self._states.let_go(keys, request_id)
+        with contextlib.suppress(EpdError):  # its marks have an end
+            jobs = await self._states.let_go(keys, request_id)
+            taking = (self._take_off(subjects.ENCODE_STREAM, job, request_id) for job in jobs)
+            await asyncio.gather(*taking)
 
     async def publish_encodes(
         self, items: Sequence[Item], claims: Sequence[Claim], context: OrderContext
@@ -149,7 +150,7 @@ class Orders:
         job = encode_job(item, claim.epoch, context)
         lane = BACKGROUND_LANE if context.background else encode_lane(place)
         try:
-            await self._bus.store(
+            sequence = await self._bus.store(
                 subjects.encode_subject(context.model, lane),
                 job,
                 # The epoch keeps the duplicate window from swallowing a new encode after an eviction.
@@ -158,6 +159,11 @@ class Orders:
         except BaseException:
             await self._states.abandon(item.key, claim.epoch)
             raise
+        with contextlib.suppress(
+            EpdError
+        ):  # then an encoder takes it, and looks whether it is wanted
+            if not await self._states.published(item.key, claim.epoch, sequence):
+                await self._take_off(subjects.ENCODE_STREAM, sequence, context.request_id)
 
     async def publish_generate(self, job: GenerateJob) -> int:
         """Publish a generate job; its number in the queue. A body too large for a message goes to the media
@@ -201,19 +207,20 @@ class Orders:
             sequence: The job's number in the queue; 0 if it is not known.
         """
         if sequence:
-            await self._take_off(job, sequence)
+            await self._take_off(subjects.GENERATE_STREAM, sequence, job.request_id)
         cancel = Cancel(request_id=job.request_id, reason=reason)
         with contextlib.suppress(EpdError):  # then its deadline ends it
             await self._bus.emit(subjects.cancel_subject(job.request_id), cancel)
         await self.let_go([item.key for item in job.items], job.request_id)
 
-    async def _take_off(self, job: GenerateJob, sequence: int) -> None:
+    async def _take_off(self, stream: str, sequence: int, request_id: str) -> None:
+        """Delete a job from its queue, or leave it to be dropped by the worker that gets it."""
         try:
             async with asyncio.timeout(TAKE_OFF_S):
-                await delete_message(self._bus, subjects.GENERATE_STREAM, sequence)
+                await delete_message(self._bus, stream, sequence)
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             logger.warning(
-                "a cancelled job stays in its queue for a worker to drop: %s",
+                "a job that nobody wants stays in its queue, for a worker to drop: %s",
                 str(error) or type(error).__name__,
-                extra={"request_id": job.request_id},
+                extra={"request_id": request_id},
             )

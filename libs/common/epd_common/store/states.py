@@ -4,11 +4,12 @@ Single-flight across the cluster (invariant I4) is one atomic step in Redis: who
 nobody encodes gets a new *epoch* and publishes the encode job; everybody else is told the epoch under way.
 An epoch that is over changes nothing any more.
 
-Beside each pending key stands who waits for it, as marks with an end, so that a job which nobody wants any
-more is dropped where an encoder takes it. Why a request that joins gets its embedding all the same, whenever
-another one lets go: marks are set by the same script that says ``pending``, and looked at by the same script
-that frees the key. Either the mark is there when the encoder looks, and it encodes; or the encoder has looked
-before, and then the key was free when the claim came: it is a new claim, with a job of its own.
+Beside each pending key stands who waits for it, as marks with an end, and which job in the queue is to make
+it, so that a job which nobody wants any more is taken off the queue, or dropped where an encoder takes it.
+Why a request that joins gets its embedding all the same, whenever another one lets go: marks are set by the
+same script that says ``pending``, and looked at by the same script that frees the key. Either the mark is
+there when an encoder looks, or the last one who lets go: then the job stays. Or they have looked before, and
+then the key was free when the claim came: it is a new claim, with a job of its own.
 """
 
 from __future__ import annotations
@@ -114,9 +115,47 @@ if epoch == tonumber(ARGV[1]) then
     return 2
   end
 end
-redis.call('HSET', KEYS[1], 'state', 'pending', 'epoch', ARGV[1], 'until', now + tonumber(ARGV[2]))
+redis.call('HSET', KEYS[1], 'state', 'pending', 'epoch', ARGV[1], 'until', now + tonumber(ARGV[2]),
+  'begun', '1')
 redis.call('PEXPIRE', KEYS[1], 10 * tonumber(ARGV[2]))
 return 1
+"""
+)
+
+# KEYS: state, who waits. ARGV: epoch, the job's number in its queue.
+_PUBLISHED = (
+    _NOW
+    + _FREE
+    + """
+local found = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'waited', 'begun')
+if found[1] ~= 'pending' or found[2] ~= ARGV[1] or found[4] then return 1 end
+if unwanted(found[3], KEYS[2]) then
+  free(KEYS[1], ARGV[1])
+  return 2
+end
+redis.call('HSET', KEYS[1], 'job', ARGV[2])
+return 1
+"""
+)
+
+# KEYS: state names, then the names of who waits. ARGV: who lets go. The numbers of jobs that nobody wants now
+# and nobody has begun.
+_LET_GO = (
+    _NOW
+    + _FREE
+    + """
+local jobs = {}
+local count = #KEYS / 2
+for i = 1, count do
+  local name, waiting = KEYS[i], KEYS[count + i]
+  redis.call('ZREM', waiting, ARGV[1])
+  local found = redis.call('HMGET', name, 'state', 'epoch', 'waited', 'begun', 'job')
+  if found[1] == 'pending' and not found[4] and found[5] and unwanted(found[3], waiting) then
+    free(name, found[2])
+    jobs[#jobs + 1] = tonumber(found[5])
+  end
+end
+return jobs
 """
 )
 
@@ -205,6 +244,8 @@ class KeyStates:
         self._begin = redis.register_script(_BEGIN)
         self._size = redis.register_script(_SIZE)
         self._abandon = redis.register_script(_ABANDON)
+        self._published = redis.register_script(_PUBLISHED)
+        self._let_go = redis.register_script(_LET_GO)
 
     async def claim(
         self,
@@ -318,13 +359,26 @@ class KeyStates:
         with redis_errors():
             await self._abandon(keys=[_PREFIX + key], args=[epoch])
 
-    async def let_go(self, keys: Sequence[str], waiter: str) -> None:
-        """Somebody waits for none of these any more; a job that nobody waits for is dropped."""
+    async def published(self, key: str, epoch: int, job: int) -> bool:
+        """Note which job in the queue is to make a claimed key.
+
+        False if all who waited have let go meanwhile: then the key is free, and the job for nobody.
+        """
         with redis_errors():
-            pipe = self._redis.pipeline(transaction=False)
-            for key in keys:
-                pipe.zrem(_WAITING + key, waiter)
-            await pipe.execute()
+            return int(await self._published(keys=_names(key), args=[epoch, job])) != _UNWANTED
+
+    async def let_go(self, keys: Sequence[str], waiter: str) -> list[int]:
+        """Somebody waits for none of these any more.
+
+        Returns:
+            Numbers of jobs in the queue that nobody wants now; their keys are free. One that an encoder has
+            begun is not among them: the encoder looks itself, before the item enters its engine.
+        """
+        if not keys:
+            return []
+        names = [_PREFIX + key for key in keys] + [_WAITING + key for key in keys]
+        with redis_errors():
+            return [int(job) for job in await self._let_go(keys=names, args=[waiter])]
 
 
 def _names(key: str) -> list[str]:

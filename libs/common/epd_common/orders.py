@@ -73,6 +73,11 @@ class Orders:
         keys = [item.key for item in items]
         return await self._states.claim(keys, useless=useless, rescue=rescue)
 
+    async def state(self, item: Item) -> Claim | None:
+        """The state of an item's key as it is; None if nobody knows it."""
+        (found,) = await self._states.read([item.key])
+        return found
+
     async def publish_encodes(
         self, items: Sequence[Item], claims: Sequence[Claim], context: OrderContext
     ) -> None:

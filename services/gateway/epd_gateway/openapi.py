@@ -128,7 +128,7 @@ def _generate(body: str, summary: str) -> Schema:
                 },
                 "content": {
                     "application/json": {"schema": {"type": "object"}},
-                    "text/event-stream": {"schema": {"type": "string"}},
+                    "text/event-stream": {"schema": {}},  # events, as in OpenAI's API
                 },
             },
             *_BASE,

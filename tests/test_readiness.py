@@ -35,7 +35,7 @@ from epd_common.store import (
     SizeTable,
     open_redis,
 )
-from epd_pd.arrivals import Arrivals
+from epd_pd.arrivals import Arrivals, is_metadata
 from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
 from epd_pd.readiness import Readiness
@@ -653,3 +653,21 @@ async def test_a_cancel_that_meets_the_event_is_not_lost(house: House, turns: in
     await asyncio.wait((waiting,), timeout=2.0)
     assert waiting.cancelled()
     assert house.pinned == []
+
+
+@pytest.mark.parametrize(
+    ("grid", "right"),
+    [
+        ([1, 8, 8], True),
+        ([384, 48, 64], True),
+        ([1, 0, 8], False),
+        ([1, 8], False),
+        ([1, 8, 8.5], False),
+        (64, False),
+        ([1_000_000] * 3, False),
+        ([1 << 62, 1, 1], False),
+    ],
+)
+def test_grids_that_could_be_an_items(grid: Any, right: bool) -> None:
+    """A prompt is made with so much room."""
+    assert is_metadata({"image_grid_thw": grid}) == right

@@ -123,6 +123,11 @@ class Orders:
             taking = (self._take_off(subjects.ENCODE_STREAM, job, request_id) for job in jobs)
             await asyncio.gather(*taking)
 
+    async def state(self, item: Item) -> Claim | None:
+        """The state of an item's key as it is; None if nobody knows it."""
+        (found,) = await self._states.read([item.key])
+        return found
+
     async def publish_encodes(
         self, items: Sequence[Item], claims: Sequence[Claim], context: OrderContext
     ) -> None:

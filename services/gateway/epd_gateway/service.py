@@ -27,6 +27,7 @@ from epd_common.store import KeyStates, MediaStore, open_redis
 from epd_gateway.app import Edge, build_app
 from epd_gateway.auth import KeyRing
 from epd_gateway.fetch import MediaFetcher
+from epd_gateway.http_limits import BoundedHttp
 from epd_gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -66,13 +67,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             uvicorn.Config(
                 build_app(edge),
                 loop="none",  # this loop
-                http="httptools",
+                http=BoundedHttp,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=math.ceil(settings.drain_s) + CLOSE_S,
-                h11_max_incomplete_event_size=64 * 1024,
             )
         )
         await stack.enter_async_context(

@@ -30,6 +30,9 @@ class GatewaySettings(IngestSettings):
     max_body_bytes: int = Field(
         64 << 20, ge=1024, description="Bytes of a request's body, at most."
     )
+    body_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds in which a request's body must have come."
+    )
     media_timeout_s: float = Field(10.0, gt=0, description="Seconds to fetch one media URL.")
     media_allow_hosts: Annotated[tuple[AllowedHost, ...], NoDecode] = Field(
         (),

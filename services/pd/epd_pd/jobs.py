@@ -50,7 +50,7 @@ class GenerateHandler:
     """Handles generate jobs, many at once.
 
     Args:
-        deadline_s: Of a job that has no deadline itself.
+        deadline_s: Of a job that has none itself, or a later one.
         counters: ``answered``, ``failed``, ``cancelled``, ``expired``, ``malformed``, ``resumed``.
     """
 
@@ -101,8 +101,9 @@ class GenerateHandler:
                 await writer.error(error)
             await delivery.give_up(error)
             return
-        if not job.deadline:  # nothing waits without bound
-            job = msgspec.structs.replace(job, deadline=time.time() + self._deadline_s)
+        latest = time.time() + self._deadline_s  # nothing waits without bound
+        if not job.deadline or job.deadline > latest:
+            job = msgspec.structs.replace(job, deadline=latest)
         if (running := self._running.get(job.request_id)) is not None:
             if running != delivery.sequence:
                 await self._writer(job, delivery, None).error(

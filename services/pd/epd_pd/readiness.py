@@ -1,7 +1,9 @@
 """Waiting for embeddings: subscribe, then check, then wait (invariant I1).
 
-A slow re-check stands behind the events as a belt. What is done about an item that fails, is lost on the way
-or does not come is the ``RescuePolicy``'s to say.
+An event only wakes: what became of the item is read from its state, which is written before the event is
+sent. So a late, doubled or forged event changes nothing. A slow re-check stands behind the events as a
+belt. What is done about an item that fails, is lost on the way or does not come is the ``RescuePolicy``'s
+to say.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+import msgspec
 import nats.errors
 from nats.aio.msg import Msg
 
 from epd_common.bus import Bus
-from epd_common.errors import EpdError, UnavailableError
+from epd_common.errors import EpdError, UnavailableError, UpstreamError
 from epd_common.orders import OrderContext, Orders, encode_job
 from epd_common.protocol import EmbeddingEvent, Item, ProtocolError, decode, subjects
 from epd_common.store import Claim, EmbeddingHeader, SizeTable
@@ -241,9 +244,27 @@ class Readiness:
                 event = await wait.events.get()
         except TimeoutError:
             return await self._look(wait)
-        if event.epoch < wait.claim.epoch:
-            return await self._look(wait)
-        return Claim("pending" if event.state == "sized" else event.state, event.epoch, event)
+        while not wait.events.empty():  # one look tells of all
+            later = wait.events.get_nowait()
+            event = later if later.state == "failed" else event
+        return await self._what_became(wait, event)
+
+    async def _what_became(self, wait: Wait, event: EmbeddingEvent) -> Claim:
+        """The state behind an event; where its store is away, what the event says of what came."""
+        try:
+            found = await self._orders.state(wait.item)
+        except UnavailableError:
+            claim = await self._look(wait)
+            # What comes with it is verified before it is used.
+            came = event.state == "ready" and event.epoch >= claim.epoch
+            return Claim("ready", event.epoch, event) if came else claim
+        if found is not None and found.epoch >= wait.claim.epoch:
+            return found
+        if found is None and event.state == "failed" and event.epoch >= wait.claim.epoch:
+            # Failures that need not come again are not remembered. All others are, so this is none of them.
+            passing = msgspec.structs.replace(event, status=max(event.status, UpstreamError.status))
+            return Claim("failed", wait.claim.epoch, passing)
+        return await self._look(wait)
 
     async def _drop(self, wait: Wait, header: EmbeddingHeader) -> None:
         """Forget an embedding that is not the one that was announced."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 
 from epd_common.bus import Delivery
@@ -14,6 +15,9 @@ from epd_common.protocol.keys import is_key
 logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 0.2
+
+EPOCH_AHEAD_S = 86_400.0
+"""An epoch is a time in milliseconds; clocks may differ by so much."""
 
 
 class EncodeHandler:
@@ -33,6 +37,9 @@ class EncodeHandler:
             job = decode(delivery.data, EncodeJob)
             if not is_key(job.key):  # it becomes a subject and a file name
                 raise ProtocolError(f"'key' is no embedding key: {job.key[:80]!r}")
+            if not 0 <= job.epoch <= (time.time() + EPOCH_AHEAD_S) * 1000:
+                # It would stand above all that come after it.
+                raise ProtocolError(f"'epoch' is none that anybody can have claimed: {job.epoch}")
         except ProtocolError as error:
             logger.error("malformed encode job: %s", error)
             await delivery.give_up(error)

@@ -291,13 +291,18 @@ class KeyStates:
         with redis_errors():
             pipe = self._redis.pipeline(transaction=False)
             for key in keys:
-                pipe.hmget(_PREFIX + key, "state", "epoch", "event")
+                pipe.hmget(_PREFIX + key, "state", "epoch", "event", "rescue")
             rows = await pipe.execute()
         return [
-            Claim(row[0].decode(), int(row[1]), decode(row[2], EmbeddingEvent) if row[2] else None)
-            if row[0]
+            Claim(
+                state.decode(),
+                int(epoch),
+                decode(event, EmbeddingEvent) if event else None,
+                rescue == b"1",
+            )
+            if state
             else None
-            for row in rows
+            for state, epoch, event, rescue in rows
         ]
 
     async def begin(self, key: str, epoch: int) -> bool:

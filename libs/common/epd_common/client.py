@@ -26,7 +26,7 @@ from epd_common.login import NatsLogin
 from epd_common.orders import Orders
 from epd_common.replies import ReplyHub
 from epd_common.requester import ItemOrigin, Requester
-from epd_common.store import KeyStates, MediaStore, open_redis
+from epd_common.store import KeyStates, MediaStore, SizeTables, open_redis
 
 CHAT = "/v1/chat/completions"
 ENCODE_LEASE_S = 60.0
@@ -158,6 +158,7 @@ async def connect(
                 ingest=Ingest(media, pictures, limits, files=media),
                 orders=Orders(bus, states, media),
                 hub=hub,
+                sizes=SizeTables(redis),
             ),
         )
 

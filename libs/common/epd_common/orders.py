@@ -31,6 +31,7 @@ class OrderContext:
     deadline: float = 0.0
     traceparent: str = ""
     scope: str = ""
+    priority: int = 0
     background: bool = False
 
 
@@ -98,7 +99,7 @@ class Orders:
         self, place: int, item: Item, claim: Claim, context: OrderContext
     ) -> None:
         job = encode_job(item, claim.epoch, context)
-        lane = BACKGROUND_LANE if context.background else encode_lane(place)
+        lane = BACKGROUND_LANE if context.background else encode_lane(place, context.priority)
         try:
             await self._bus.store(
                 subjects.encode_subject(context.model, lane),
@@ -116,7 +117,7 @@ class Orders:
             ref = await self._media.put_body(job.body)
             job = msgspec.structs.replace(job, body=b"", body_ref=ref)
         await self._bus.store(
-            subjects.generate_subject(job.model, generate_lane(len(job.items))),
+            subjects.generate_subject(job.model, generate_lane(len(job.items), job.priority)),
             job,
             message_id=f"generate-{job.request_id}",
         )

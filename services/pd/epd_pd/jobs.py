@@ -15,6 +15,7 @@ import msgspec
 
 from epd_common.bus import Bus, Delivery
 from epd_common.bus.streams import MAX_DELIVERIES
+from epd_common.deadlines import bounded
 from epd_common.engines import AnswerHead, AnswerPiece, EngineInfo, PdEngine, Told
 from epd_common.errors import (
     BadRequestError,
@@ -48,7 +49,7 @@ class GenerateHandler:
     """Handles generate jobs, many at once.
 
     Args:
-        deadline_s: Of a job that has no deadline itself.
+        deadline_s: Of a job that has no deadline itself, or one that is further off.
         counters: ``answered``, ``failed``, ``cancelled``, ``expired``, ``malformed``, ``resumed``.
     """
 
@@ -99,8 +100,8 @@ class GenerateHandler:
                 await writer.error(error)
             await delivery.give_up(error)
             return
-        if not job.deadline:  # nothing waits without bound
-            job = msgspec.structs.replace(job, deadline=time.time() + self._deadline_s)
+        due = bounded(job.deadline, published=delivery.published, limit_s=self._deadline_s)
+        job = msgspec.structs.replace(job, deadline=due)  # nothing waits without bound
         if (running := self._running.get(job.request_id)) is not None:
             if running != delivery.sequence:
                 await self._writer(job, delivery, None).error(
@@ -184,6 +185,19 @@ class GenerateHandler:
     async def _answer(self, job: GenerateJob, delivery: Delivery, writer: FrameWriter) -> None:
         if time.time() >= job.deadline:
             raise DeadlineError("the deadline passed in the queue", stage="queue")
+        waited_for: list[Arrivals] = []
+        try:
+            async with asyncio.timeout(job.deadline - time.time()) as bound:
+                await self._answer_in_time(job, delivery, writer, waited_for)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise _late(waited_for) from None
+
+    async def _answer_in_time(
+        self, job: GenerateJob, delivery: Delivery, writer: FrameWriter, waited_for: list[Arrivals]
+    ) -> None:
+        """Answer; ``waited_for`` is given what is waited for once the request is prepared."""
         if job.route not in ROUTES:
             raise BadRequestError(
                 f"the route {job.route!r} is not served; these are: {', '.join(ROUTES)}",
@@ -191,6 +205,7 @@ class GenerateHandler:
                 param="route",
             )
         body = await self._body(job)
+        body["priority"] = job.priority
         writer.resumable = may_go_on(body)
         told = await self._told(job, delivery, writer) if delivery.attempt > 1 else None
         prepared = await self._ingest.prepare(
@@ -199,6 +214,7 @@ class GenerateHandler:
             fingerprint=self._info.fingerprint,
             scope=job.scope,
             special_tokens=self._info.special_tokens,
+            special_token_ids=self._info.special_token_ids,
             modalities=self._info.modalities,
             items=job.items,
         )
@@ -207,16 +223,14 @@ class GenerateHandler:
             fingerprint=self._info.fingerprint,
             request_id=job.request_id,
             scope=job.scope,
+            priority=job.priority,
             deadline=job.deadline,
             traceparent=job.traceparent,
         )
         media = await self._raw_media(prepared.items)
         async with self._readiness.arriving(prepared.items, context, media) as arrivals:
-            try:
-                async with asyncio.timeout(job.deadline - time.time()):
-                    await self._generate(job, prepared.body, arrivals, writer, told)
-            except TimeoutError:
-                raise _late(arrivals) from None
+            waited_for.append(arrivals)
+            await self._generate(job, prepared.body, arrivals, writer, told)
 
     async def _told(self, job: GenerateJob, delivery: Delivery, writer: FrameWriter) -> Told | None:
         """What an older attempt has told the client; None if the answer may begin anew.
@@ -375,8 +389,11 @@ def _nobody_goes_on() -> UpstreamError:
     )
 
 
-def _late(arrivals: Arrivals) -> DeadlineError:
+def _late(waited_for: list[Arrivals]) -> DeadlineError:
     """The deadline's error, with the stage that was waited for."""
+    if not waited_for:
+        return DeadlineError("the deadline passed while the request was prepared", stage="ingest")
+    (arrivals,) = waited_for
     if (key := arrivals.first_missing) is not None:
         reason = arrivals.reasons.get(key, "its state could not be read")
         return DeadlineError(

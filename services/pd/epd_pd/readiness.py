@@ -18,6 +18,7 @@ from nats.aio.msg import Msg
 
 from epd_common.bus import Bus
 from epd_common.errors import EpdError
+from epd_common.ingest.fitting import check_item_fits
 from epd_common.orders import OrderContext, Orders, encode_job
 from epd_common.protocol import EmbeddingEvent, Item, ProtocolError, decode, subjects
 from epd_common.store import Claim, EmbeddingHeader, SizeTable
@@ -43,6 +44,7 @@ class Readiness:
         local: Encodes here; None where this worker's engine cannot.
         encoders_alive: Whether anybody takes encode jobs of this model.
         recheck_s: Seconds between looks at the state while no event comes.
+        max_item_rows: What the engine's encoder cache holds; an item with more is refused. 0: not known.
         counters: ``redelivered``, ``lost``, ``reordered``, ``encoded_here``, ``gave_up``.
     """
 
@@ -58,7 +60,9 @@ class Readiness:
         encoders_alive: Callable[[], bool],
         recheck_s: float,
         counters: Counter[str],
+        max_item_rows: int = 0,
     ) -> None:
+        self._max_item_rows = max_item_rows
         self._bus = bus
         self._orders = orders
         self._pins = pins
@@ -89,9 +93,9 @@ class Readiness:
         ]
         try:
             if items:
-                for index, metadata in enumerate(await self._sizes.look_up(items)):
-                    if metadata is not None:
-                        arrivals.forecast(index, metadata)
+                for index, size in enumerate(await self._sizes.look_up(items)):
+                    if size is not None:
+                        arrivals.forecast(index, size.metadata)
             yield arrivals
         finally:
             await end(*waits)
@@ -107,6 +111,7 @@ class Readiness:
             async with self._events(item.key) as events:
                 wait = Wait(item, context, events)
                 header = await self._until_pinned(wait, index, arrivals, taken)
+            check_item_fits(header.rows, f"items[{index}]", max_item_rows=self._max_item_rows)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the request's task raises it
@@ -115,7 +120,12 @@ class Readiness:
         arrivals.arrive(index, header)
         try:
             await self._sizes.add(
-                item.modality, item.width, item.height, item.processor_args, header.metadata
+                item.modality,
+                item.width,
+                item.height,
+                item.processor_args,
+                header.metadata,
+                header.rows,
             )
         except EpdError as error:
             logger.warning("size not noted: %s", error, extra={"key": item.key})

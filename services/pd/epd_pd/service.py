@@ -71,6 +71,7 @@ class PdService:
                     encoders_alive=lambda: registry.takes_encodes(settings.model_name),
                     recheck_s=settings.recheck_s,
                     counters=counters,
+                    max_item_rows=info.max_item_rows,
                 ),
                 admission=Admission(settings.max_incomplete),
                 cancels=cancels,

@@ -52,6 +52,7 @@ IN, OVER, FULL = Verdict.IN, Verdict.OVER_SHARE, Verdict.FULL
         (Sums(800, 40, 99.0), 1.0, 10, IN),  # the least, however many there are
         (Sums(800, 40, 99.0), 1.0, 11, OVER),
         (Sums(995, 1, 99.0), 1.0, 6, FULL),
+        (Sums(900, 500, 1.0), 1.0, 101, OVER),  # both: its own is what it can do something about
     ],
 )
 def test_who_is_let_in(sums: Sums, weight: float, cost: int, verdict: Verdict) -> None:
@@ -315,7 +316,7 @@ async def test_without_valkey_a_gateway_judges_by_its_own(
 @pytest.mark.parametrize("fair", [True, False])
 async def test_script_and_policy_agree(ledger: Ledger, model: str, fair: bool) -> None:
     rng = random.Random(4)
-    desk = Desk(ledger, model, Limits(capacity=1000, line=700, least=60, fair=fair))
+    desk = Desk(ledger, model, Limits(capacity=1000, line=950, least=60, fair=fair))
     weights = {"a": 1.0, "b": 3.0, "c": 0.25, "d": 10.0}
     held: dict[str, tuple[str, int]] = {}
     seen: Counter[Verdict] = Counter()
@@ -338,35 +339,29 @@ async def test_script_and_policy_agree(ledger: Ledger, model: str, fair: bool) -
             del held[ended]
             ledger.close(ended)
             await ledger._give_back()
-    assert min(seen[IN], seen[FULL], seen[OVER] if fair else 99) > 20, seen
+    assert min(seen[IN], seen[FULL], seen[OVER] if fair else 99) >= 10, seen
 
 
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 0.5), (3.0, 0.25)])
 async def test_a_flood_leaves_a_small_tenant_its_share(
     ledger: Ledger, model: str, weight: float, share: float
 ) -> None:
-    """Both always want more; the flood asks nine times as often. What ends, ends in the order it came."""
+    """Both always want more, and the flood asks nine times as often. What came first ends first."""
     desk = Desk(ledger, model)
-    running: deque[tuple[str, int]] = deque()
+    running: deque[str] = deque()
     got: Counter[str] = Counter()
-    for number in range(300):
-        tenant = "small" if number % 10 == 9 else "flood"
-        heavy = weight if tenant == "flood" else 1.0
-        while True:
-            verdict, _ = await desk.ask(str(number), 40, tenant=tenant, weight=heavy)
-            if verdict is not IN or tenant == "small":
-                break
-            running.append((str(number), 40))
-            got[tenant] += number > 60
-            number += 100_000
-        if verdict is IN:
-            running.append((str(number), 40))
-            got[tenant] += number > 60
-        if len(running) > 15 and number % 10 == 9:
-            ended, _ = running.popleft()
-            ledger.close(ended)
-            await ledger._give_back()
-    assert got["small"] / got.total() == pytest.approx(share, abs=0.12), got
+    for step in range(120):
+        for attempt in range(10):
+            tenant = "small" if attempt == 9 else "flood"
+            request = f"{step}-{attempt}"
+            mine = weight if tenant == "flood" else 1.0
+            verdict, _ = await desk.ask(request, 40, tenant=tenant, weight=mine)
+            if verdict is IN:
+                running.append(request)
+                got[tenant] += step > 40
+        ledger.close(running.popleft())
+        await ledger._give_back()
+    assert got["small"] / got.total() == pytest.approx(share, abs=0.1), got
 
 
 # -- sizes ------------------------------------------------------------------------------------------

@@ -64,14 +64,11 @@ class Sums:
 
 def judge(limits: Limits, sums: Sums, weight: float, cost: int) -> Verdict:
     """Whether a request of this cost, by a tenant of this weight, is let in."""
-    if sums.total + cost > limits.capacity:
-        return Verdict.FULL
-    if not limits.fair or sums.own == 0 or sums.total + cost <= limits.line:
-        return Verdict.IN
-    share = limits.line * weight / (weight + sums.others_weight)
-    if sums.own + cost <= max(share, limits.least):
-        return Verdict.IN
-    return Verdict.OVER_SHARE
+    if limits.fair and sums.own and sums.total + cost > limits.line:
+        share = limits.line * weight / (weight + sums.others_weight)
+        if sums.own + cost > max(share, limits.least):
+            return Verdict.OVER_SHARE
+    return Verdict.FULL if sums.total + cost > limits.capacity else Verdict.IN
 
 
 def retry_after_s(limits: Limits, sums: Sums, verdict: Verdict, cost: int, mean_s: float) -> float:

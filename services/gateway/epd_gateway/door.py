@@ -52,8 +52,8 @@ class Door:
         self._metrics = metrics
         self._fair = fair
         self._mean_s = _FIRST_MEAN_S
-        self._mean_rows = float(ROWS_UNSEEN)
-        """Of the media that came through here; what is expected of those that come."""
+        self._mean_rows: float | None = None
+        """Of the media that came through here; expected of those that come."""
 
     def entry(self, caller: Caller, *, timeout_s: float) -> Entry:
         """For one request, which ends within ``timeout_s``."""
@@ -67,9 +67,7 @@ class Door:
         """
         limits = self._limits(worker)
         # What costs more than the whole counts as the whole, or it could never run.
-        cost = min(self._prices.cost(work, rows_unseen=self._mean_rows), limits.capacity)
-        if work.visual is not None and work.media:
-            self._mean_rows += _SMOOTHING * (work.visual / work.media - self._mean_rows)
+        cost = min(self._prices.cost(work, rows_unseen=self._rows_unseen(work)), limits.capacity)
         if entry.cost and abs(cost - entry.cost) <= WORTH_ASKING * entry.cost:
             return
         caller = entry.caller
@@ -87,6 +85,14 @@ class Door:
             again_s = retry_after_s(limits, sums, verdict, cost, self._mean_s)
             raise _refusal(caller.tenant, limits, sums, verdict, cost, again_s)
         entry.cost = cost
+
+    def _rows_unseen(self, work: Work) -> float:
+        """Rows to expect of a part that nobody has looked at; learned from those that somebody has."""
+        if work.visual is not None and work.media:
+            rows = work.visual / work.media
+            before = rows if self._mean_rows is None else self._mean_rows
+            self._mean_rows = before + _SMOOTHING * (rows - before)
+        return ROWS_UNSEEN if self._mean_rows is None else self._mean_rows
 
     def close(self, entry: Entry) -> None:
         self._ledger.close(entry.id)

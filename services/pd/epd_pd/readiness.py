@@ -111,13 +111,21 @@ class Readiness:
             async with self._events(item.key) as events:
                 wait = Wait(item, context, events)
                 header = await self._until_pinned(wait, index, arrivals, taken)
-            check_item_fits(header.rows, f"items[{index}]", max_item_rows=self._max_item_rows)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the request's task raises it
             arrivals.fail(error)
             return
+        try:
+            check_item_fits(header.rows, f"items[{index}]", max_item_rows=self._max_item_rows)
+        except EpdError as error:
+            await self._note_size(item, header)  # the next one is refused before it is encoded
+            arrivals.fail(error)
+            return
         arrivals.arrive(index, header)
+        await self._note_size(item, header)
+
+    async def _note_size(self, item: Item, header: EmbeddingHeader) -> None:
         try:
             await self._sizes.add(
                 item.modality,

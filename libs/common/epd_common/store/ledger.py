@@ -78,12 +78,13 @@ for i = 1, #held, 2 do
     others = others + tonumber(redis.call('HGET', weights, held[i]))
   end
 end
-local verdict = 'tenant_over_share'
-if total + cost > capacity then
+local verdict = 'let_in'
+if ARGV[9] == '1' and own > 0 and total + cost > line
+  and own + cost > math.max(line * weight / (weight + others), least) then
+  verdict = 'tenant_over_share'
+elseif total + cost > capacity then
   verdict = 'system_full'
-elseif ARGV[9] ~= '1' or own == 0 or total + cost <= line
-  or own + cost <= math.max(line * weight / (weight + others), least) then
-  verdict = 'let_in'
+else
   redis.call('ZADD', leases, now + tonumber(ARGV[5]), request)
   redis.call('HSET', costs, request, cost)
   redis.call('HSET', owners, request, tenant)

@@ -71,17 +71,18 @@ def _of_media(token: str) -> bool:
 
 
 def _check_ids(prompt: object, reserved: dict[int, str]) -> None:
-    """Look at every number of a prompt. vLLM takes ``7.0``, and ``"7"`` beside numbers, for 7."""
+    """Look at every number of a prompt. vLLM takes ``7.0`` for 7, and ``"7"`` where no text can be: beside
+    numbers, and in a list within the list."""
     waiting: list[tuple[str, object]] = [("prompt", prompt)]
     while waiting:
         place, value = waiting.pop()
         if not isinstance(value, list):
             continue
-        numbers = any(isinstance(entry, int | float) for entry in value)
+        ids = place != "prompt" or any(isinstance(entry, int | float) for entry in value)
         for n, entry in enumerate(value):
             if isinstance(entry, list):
                 waiting.append((f"{place}[{n}]", entry))
-            if isinstance(entry, str) and numbers:
+            if isinstance(entry, str) and ids:
                 entry = _number(entry)
             if isinstance(entry, int | float) and entry in reserved:
                 raise BadRequestError(

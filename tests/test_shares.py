@@ -27,7 +27,7 @@ from epd_common.protocol import Item, Media
 from epd_common.protocol.lanes import encode_lane, generate_lane
 from epd_common.shares import Limits, Sums, Verdict, judge, retry_after_s
 from epd_common.store import Ledger, SizeTable, open_redis
-from epd_common.store.ledger import Holding
+from epd_common.store.ledger import LEASE_S, Holding
 from service_stack import eventually
 
 LIMITS = Limits(capacity=1000, line=750, least=50, fair=True)
@@ -221,7 +221,7 @@ class Desk:
         async def is_so() -> bool:
             return await self.total() == cost
 
-        await eventually(is_so, f"{cost} is open")
+        await eventually(is_so, f"{cost} is open", within_s=LEASE_S / 2)
 
 
 @pytest.fixture

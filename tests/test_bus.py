@@ -589,6 +589,50 @@ async def test_what_arrives_after_stop_is_given_back(
             assert {name_of(delivery) for delivery in found} == names
 
 
+async def test_a_worker_that_drains_costs_a_job_no_attempt(bus: Bus, model: str) -> None:
+    """A job has five of them, and a rolling restart may have more workers."""
+    async with pulling(bus, model, 40) as draining, pulling(bus, model, 40) as other:
+        async with collecting(draining):
+            await eventually(
+                lambda: all(draining._is_open(lane) for lane in draining._lanes), "pulls are open"
+            )
+            await bus.flush()
+        names = {await put(bus, model, lane) for lane in LANES}
+        async with collecting(other) as found:
+            await eventually(lambda: len(found) == len(names), "another worker gets them")
+            assert {delivery.attempt for delivery in found} == {1}
+
+
+async def test_a_worker_that_steps_back_leaves_jobs_to_others(
+    bus: Bus, model: str, ack_wait: Callable[[float], None]
+) -> None:
+    ack_wait(FOR_EVER_S)
+    async with pulling(bus, model, 40) as weak, pulling(bus, model, 40) as other:
+        async with collecting(weak) as none, collecting(other) as found:
+            await eventually(
+                lambda: all(weak._is_open(lane) for lane in weak._lanes), "pulls are open"
+            )
+            weak.step_back(FOR_EVER_S)
+            await eventually(
+                lambda: not any(weak._is_open(lane) for lane in weak._lanes), "they are taken back"
+            )
+            names = {await put(bus, model, lane) for lane in (*LANES, *LANES)}
+            await eventually(lambda: len(found) == len(names), "the other one gets them all")
+            assert none == []
+            assert {delivery.attempt for delivery in found} == {1}
+
+
+async def test_a_worker_that_stepped_back_comes_again(bus: Bus, model: str) -> None:
+    async with pulling(bus, model, 2) as puller, collecting(puller) as found:
+        await put(bus, model, "l0")
+        await eventually(lambda: len(found) == 1, "it takes jobs")
+        puller.step_back(0.3)
+        began = time.monotonic()
+        await put(bus, model, "l0")
+        await eventually(lambda: len(found) == 2, "it takes jobs again")
+        assert time.monotonic() - began >= 0.3
+
+
 async def test_what_was_not_taken_is_given_back(
     bus: Bus, model: str, ack_wait: Callable[[float], None]
 ) -> None:

@@ -18,8 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from direct import Inbox, direct_job, publish
 from epd_common.api_keys import ApiKey, hash_key
-from epd_common.protocol import encode, subjects
+from epd_common.protocol import EncodeJob, Media, encode, subjects
 from epd_common.protocol.keys import digest
+from epd_common.store import KeyStates
 from fake_engine import answer_text
 from service_stack import (
     CHAT,
@@ -428,7 +429,13 @@ async def test_a_url_that_does_not_answer(running: ServiceStack) -> None:
 async def test_an_encode_is_dropped_in_the_engine_and_in_the_queue(running: ServiceStack) -> None:
     """The one slot holds an encode; another job waits behind it. Both have had their time."""
     (encoder,) = running.encoders
-    dropped = (await running.counters(encoder)).get("dropped", 0)
+
+    async def given_up() -> int:
+        """Of the one in the queue nobody may be left who waits, which is told apart."""
+        counters = await running.counters(encoder)
+        return counters.get("dropped", 0) + counters.get("unwanted", 0)
+
+    before = await given_up()
     encoder.engine.gate.clear()
     first, second = picture(), picture()
     answers = []
@@ -443,7 +450,7 @@ async def test_an_encode_is_dropped_in_the_engine_and_in_the_queue(running: Serv
             check_late(answer.result(), "encode")
 
         async def both_dropped() -> bool:
-            return (await running.counters(encoder)).get("dropped", 0) == dropped + 2
+            return await given_up() == before + 2
 
         # While the engine is still held: nothing waits for it any more.
         await eventually(both_dropped, "both are dropped, and counted")
@@ -452,6 +459,29 @@ async def test_an_encode_is_dropped_in_the_engine_and_in_the_queue(running: Serv
     finally:
         encoder.engine.gate.set()
     assert text_of(await running.ask("again", second)) == answer_text("again", second)
+
+
+async def test_an_encode_job_that_is_late_is_not_begun(running: ServiceStack) -> None:
+    (encoder,) = running.encoders
+    data = picture()
+    states = KeyStates(running.redis, lease_s=60, ready_ttl_s=60)
+    (claim,) = await states.claim([running.key(data)])
+    job = EncodeJob(
+        key=running.key(data),
+        epoch=claim.epoch,
+        model=running.model,
+        fingerprint=running.fingerprint,
+        media=Media(inline=data),
+        deadline=time.time() - 1.0,
+    )
+    before = (await running.counters(encoder)).get("dropped", 0)
+    await publish(running, "encode", encode(job))
+
+    async def dropped() -> bool:
+        return (await running.counters(encoder)).get("dropped", 0) == before + 1
+
+    await eventually(dropped, "it is dropped")
+    assert running.key(data) not in encoder.engine.encoded
 
 
 async def test_who_shares_an_encode_that_is_dropped_has_it_made_again(

@@ -418,7 +418,7 @@ async def test_an_inbox_that_is_no_subject(stack: ServiceStack) -> None:
         ({"body": b"{"}, 400, "invalid_json"),
         ({"body": b'{"temperature": NaN}'}, 400, "invalid_json"),
         ({"body": b"[]"}, 400, "invalid_json"),
-        ({"body": b"", "body_ref": "gone"}, 400, "body_gone"),
+        ({"body": b"", "body_ref": "gone"}, 503, "body_gone"),
         ({"deadline": 1.0}, 504, "deadline_exceeded"),
     ],
 )
@@ -1175,6 +1175,6 @@ async def test_what_a_full_arena_refuses_leaves_nothing_behind(
     with monkeypatch.context() as patched:
         patched.setattr("epd_common.store.arena.Arena.adopt", full)
         response = await stack.ask("no room", refused)
-    assert response.status_code == 502
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "store_full")
     assert list((encoder.arena / "staging" / encoder.id).iterdir()) == []
     assert text_of(await stack.ask("room again", refused)) == answer_text("room again", refused)

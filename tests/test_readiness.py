@@ -76,13 +76,14 @@ class HookedOrders(Orders):
     async def claim(
         self,
         items: Sequence[Item],
+        context: OrderContext,
         *,
         useless: Mapping[str, int] | None = None,
         rescue: bool = False,
     ) -> list[Claim]:
         if self.before:
             await self.before.pop(0)()
-        claims = await super().claim(items, useless=useless, rescue=rescue)
+        claims = await super().claim(items, context, useless=useless, rescue=rescue)
         self.claims.extend(claims)
         if self.after:
             await self.after.pop(0)()
@@ -147,6 +148,7 @@ class House:
             local=self.local,
             encoders_alive=lambda: self.encoders,
             recheck_s=recheck_s,
+            store_patience_s=0.0,
             counters=self.counters,
         )
 

@@ -136,6 +136,13 @@ class UnavailableError(EpdError):
     default_retry_after_s = 2.0
 
 
+class SendAgainError(EpdError):
+    """A store lost what the request brought, or is full. No other worker can help; sent again it may work."""
+
+    status = 503
+    default_code = "media_gone"
+
+
 class DeadlineError(EpdError):
     """The request's deadline passed; the message names the stage."""
 

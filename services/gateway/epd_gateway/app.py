@@ -36,12 +36,16 @@ from epd_common.store import MediaStore
 from epd_gateway.auth import KeyRing, RequireKey, caller_of
 from epd_gateway.bodies import read_body
 from epd_gateway.door import Door
+from epd_gateway.draining import CloseWhileDraining
 from epd_gateway.files import add_file_routes
 from epd_gateway.metrics import GatewayMetrics
 from epd_gateway.relay import Relay
 from epd_gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
+
+PROBE_S = 1.5
+"""What Valkey gets to answer ``/ready``, which itself must be quick: load balancers wait a few seconds."""
 
 SEND_GRACE_S = 30.0
 """So long after its deadline a slow client may still read what there is of its answer."""
@@ -75,8 +79,9 @@ class Edge:
         if not self.bus.connected:
             return "NATS is not connected"
         try:
-            await self.redis.ping()
-        except (redis.exceptions.RedisError, OSError):
+            async with asyncio.timeout(PROBE_S):
+                await self.redis.ping()
+        except (redis.exceptions.RedisError, OSError, TimeoutError):
             return "Redis does not answer"
         for model in self.registry.models():
             prints = {record.fingerprint for record in self.registry.ready("pd", model)}
@@ -99,6 +104,7 @@ def build_app(edge: Edge) -> FastAPI:
         cache_scope=edge.settings.cache_scope,
         refused=edge.metrics.refused,
     )
+    app.add_middleware(CloseWhileDraining, draining=lambda: edge.draining)
     for route in GENERATE_ROUTES:
         app.add_api_route(route, _generate(edge, route), methods=["POST"])
     add_file_routes(app, edge)
@@ -142,8 +148,6 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
 
     async def handler(request: Request) -> Response:
         started = time.monotonic()
-        if edge.draining:
-            raise UnavailableError("the gateway is shutting down", retry_after_s=1.0)
         caller = caller_of(request)
         timeout_s = _deadline(request, edge.settings.deadline_s)
         try:

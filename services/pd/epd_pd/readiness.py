@@ -17,12 +17,12 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from epd_common.bus import Bus
-from epd_common.errors import EpdError
+from epd_common.errors import EpdError, UnavailableError
 from epd_common.ingest.fitting import check_item_fits
 from epd_common.orders import OrderContext, Orders, encode_job
 from epd_common.protocol import EmbeddingEvent, Item, ProtocolError, decode, subjects
 from epd_common.store import Claim, EmbeddingHeader, SizeTable
-from epd_common.tasks import end
+from epd_common.tasks import end, whole
 from epd_pd.arrivals import Arrivals
 from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
@@ -44,6 +44,7 @@ class Readiness:
         local: Encodes here; None where this worker's engine cannot.
         encoders_alive: Whether anybody takes encode jobs of this model.
         recheck_s: Seconds between looks at the state while no event comes.
+        store_patience_s: Seconds that an item is waited for while the store of states is away.
         max_item_rows: What the engine's encoder cache holds; an item with more is refused. 0: not known.
         counters: ``redelivered``, ``lost``, ``reordered``, ``encoded_here``, ``gave_up``.
     """
@@ -59,6 +60,7 @@ class Readiness:
         local: LocalEncode | None,
         encoders_alive: Callable[[], bool],
         recheck_s: float,
+        store_patience_s: float,
         counters: Counter[str],
         max_item_rows: int = 0,
     ) -> None:
@@ -71,6 +73,7 @@ class Readiness:
         self._local = local
         self._encoders_alive = encoders_alive
         self._recheck_s = recheck_s
+        self._store_patience_s = store_patience_s
         self._counters = counters
 
     @contextlib.asynccontextmanager
@@ -93,14 +96,26 @@ class Readiness:
         ]
         try:
             if items:
-                for index, size in enumerate(await self._sizes.look_up(items)):
-                    if size is not None:
-                        arrivals.forecast(index, size.metadata)
+                await self._forecast(items, arrivals)
             yield arrivals
         finally:
             await end(*waits)
             for key in taken:
                 self._pins.release(key)
+
+    async def let_go(self, keys: Sequence[str], request_id: str) -> None:
+        """The request has ended without them: what nobody else waits for need not be encoded."""
+        await self._orders.let_go(keys, request_id)
+
+    async def _forecast(self, items: Sequence[Item], arrivals: Arrivals) -> None:
+        try:
+            found = await self._sizes.look_up(items)
+        except UnavailableError as error:  # the items may come all the same
+            logger.warning("no sizes are known: %s", error)
+            return
+        for index, size in enumerate(found):
+            if size is not None:
+                arrivals.forecast(index, size.metadata)
 
     async def _follow(
         self, index: int, arrivals: Arrivals, context: OrderContext, taken: list[str]
@@ -143,19 +158,23 @@ class Readiness:
     ) -> EmbeddingHeader:
         """Wait until one item is pinned, which is noted in ``taken``; meanwhile do what the policy says."""
         key = wait.item.key
-        wait.look(await self._claim(wait, useless=0))
+        wait.look(await self._look(wait))
         while True:
             if wait.claim.event is not None and wait.claim.state != "failed":
                 # Before the pin can be seen, which must fit the prompt.
                 arrivals.forecast(index, wait.claim.event.metadata)
-            if wait.claim.state == "ready":
-                header = await self._pins.take(key)
+            away = wait.away_since is not None
+            if wait.claim.state == "ready" or away:
+                header = await self._pins.take(key, here_alone=away)
                 if header is not None and wait.announced(header):
                     taken.append(key)
                     self._note_redelivery(wait)
                     return header
                 if header is not None:
                     await self._drop(wait, header)
+                if away:  # an encoder of this node may still bring it, and say so
+                    wait.look(await self._next(wait, self._recheck_s))
+                    continue
                 self._counters["lost"] += 1
             situation = wait.situation(self._encoders_alive())
             arrivals.reasons[key] = wait.reason(situation)
@@ -170,12 +189,32 @@ class Readiness:
                     self._counters["gave_up"] += 1
                     raise wait.gave_up(situation)
 
+    async def _look(self, wait: Wait) -> Claim:
+        """The state; where its store is away for now what is known of it.
+
+        Raises:
+            UnavailableError: it is away for too long.
+        """
+        try:
+            claim = await self._claim(wait, useless=0)
+        except UnavailableError as error:
+            now = time.monotonic()
+            if wait.away_since is None:
+                wait.away_since = now
+                logger.warning("waiting without states: %s", error, extra=wait.fields())
+            if now - wait.away_since >= self._store_patience_s:
+                raise
+            return wait.claim
+        wait.away_since = None
+        return claim
+
     async def _claim(self, wait: Wait, *, useless: int) -> Claim:
         """Look the state up, and order the encode if nobody has or makes the embedding."""
         item = wait.item
-        (claim,) = await self._orders.claim([item], useless={item.key: useless})
+        (claim,) = await self._orders.claim([item], wait.context, useless={item.key: useless})
         if claim.state == "claimed":
-            await self._orders.publish_encodes([item], [claim], wait.context)
+            # Also where this request ends meanwhile: others may have joined, and wait for that job.
+            await whole(self._orders.publish_encodes([item], [claim], wait.context))
         return claim
 
     async def _order_again(self, wait: Wait) -> Claim:
@@ -194,7 +233,7 @@ class Readiness:
         assert self._local is not None
         key = wait.item.key
         (claim,) = await self._orders.claim(
-            [wait.item], useless={key: wait.claim.epoch}, rescue=True
+            [wait.item], wait.context, useless={key: wait.claim.epoch}, rescue=True
         )
         if claim.state != "claimed":
             return claim  # another has taken it over
@@ -219,9 +258,9 @@ class Readiness:
             async with asyncio.timeout(within_s):
                 event = await wait.events.get()
         except TimeoutError:
-            return await self._claim(wait, useless=0)
+            return await self._look(wait)
         if event.epoch < wait.claim.epoch:
-            return await self._claim(wait, useless=0)
+            return await self._look(wait)
         return Claim("pending" if event.state == "sized" else event.state, event.epoch, event)
 
     async def _drop(self, wait: Wait, header: EmbeddingHeader) -> None:

@@ -86,6 +86,10 @@ class Registry:
             and (model is None or view.record.model == model)
         ]
 
+    def view(self, key: str) -> WorkerView | None:
+        """What is known of the worker with this key of the bucket, dead or alive."""
+        return self._workers.get(key)
+
     def ready(self, role: str, model: str) -> list[WorkerRecord]:
         """Records of the workers of a model that take work now."""
         return [view.record for view in self.workers(role, model) if view.ready]

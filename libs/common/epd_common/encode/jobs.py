@@ -10,7 +10,7 @@ import msgspec
 from epd_common.bus import Delivery
 from epd_common.deadlines import bounded
 from epd_common.encode.work import Encoding
-from epd_common.errors import DeadlineError, EpdError
+from epd_common.errors import DeadlineError, EpdError, UnavailableError
 from epd_common.protocol import EncodeJob, ProtocolError, decode
 from epd_common.protocol.keys import is_key
 
@@ -72,6 +72,8 @@ class EncodeHandler:
         permanent = error.status < 500 or expired
         if not permanent and not delivery.last_attempt:
             self._counters["retried"] += 1
+            if isinstance(error, UnavailableError):
+                raise error  # this worker's broker or store is away, perhaps not that of others
             logger.warning("encode failed, to be tried again: %s", error, extra=fields)
             await delivery.retry(RETRY_DELAY_S)
             return

@@ -12,7 +12,7 @@ from epd_common.store.media import MediaStore, StoredFile, UploadedFile
 from epd_common.store.redis_client import open_redis
 from epd_common.store.redis_store import RedisEmbeddingStore
 from epd_common.store.sizes import SizeTable, SizeTables
-from epd_common.store.states import Claim, KeyStates
+from epd_common.store.states import Claim, KeyStates, UnwantedError, Waiter
 
 __all__ = [
     "Arena",
@@ -29,6 +29,8 @@ __all__ = [
     "SizeTables",
     "StoreFullError",
     "StoredFile",
+    "UnwantedError",
     "UploadedFile",
+    "Waiter",
     "open_redis",
 ]

@@ -144,12 +144,6 @@ class Encoding:
         return _kills(job.key, ENGINE_DEATHS)
 
     async def _make(self, job: EncodeJob, attempt: int, queued_s: float) -> EmbeddingEvent:
-        if job.deadline and time.time() > job.deadline:
-            raise DeadlineError(
-                f"the deadline passed before item {job.key} was encoded",
-                stage="encode",
-                key=job.key,
-            )
         if job.fingerprint != self._info.fingerprint:
             raise UpstreamError(
                 f"the job wants model fingerprint {job.fingerprint[:12]}, "
@@ -176,7 +170,7 @@ class Encoding:
             if not bound.expired():
                 raise
             raise DeadlineError(
-                f"the deadline passed before the engine had encoded item {job.key}",
+                f"the deadline passed before item {job.key} was encoded",
                 stage="encode",
                 key=job.key,
             ) from None

@@ -40,6 +40,7 @@ def test_entries_are_read_as_they_are_written() -> None:
     keys = (
         ApiKey(hash=HASH, tenant="acme"),
         ApiKey(hash=OTHER, tenant="b.c_d-1", name="ci", weight=2.5, cache_scope="shared"),
+        ApiKey(hash="3" * 64, tenant="vip", priority=-10),
     )
     lines = [key.line() for key in keys]
     assert parse_file("\n# those of today\n\n" + "\r\n".join(lines) + "\n") == keys
@@ -66,6 +67,9 @@ def test_entries_are_read_as_they_are_written() -> None:
         (f"sha256:{HASH} tenant=a weight=nan", "weight="),
         (f"sha256:{HASH} tenant=a weight=secret", "weight="),
         (f"sha256:{HASH} tenant=a cache_scope=secret", "cache_scope="),
+        (f"sha256:{HASH} tenant=a priority=secret", "priority="),
+        (f"sha256:{HASH} tenant=a priority=1.5", "priority="),
+        (f"sha256:{HASH} tenant=a priority=-1000000", "priority="),
     ],
 )
 def test_entries_that_are_wrong(line: str, reason: str) -> None:

@@ -508,7 +508,7 @@ async def test_a_wrong_forecast_is_mended(nats_url: str, redis_url: str, tmp_pat
         encoder, data = encoding.engine, picture()
         width, height = Image.open(io.BytesIO(data)).size
         table = SizeTable(stack.redis, stack.fingerprint)
-        await table.add("image", width, height, {}, {"image_grid_thw": [1, 2, 2]})
+        await table.add("image", width, height, {}, {"image_grid_thw": [1, 2, 2]}, 1)
         encoder.sizes = False
         encoder.gate.clear()
         text = "text comes first, so much of it that it pays to begin with it at once. " * 2

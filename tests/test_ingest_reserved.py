@@ -121,3 +121,24 @@ def test_what_passes(route: str, body: dict[str, Any]) -> None:
 
 def test_a_model_without_reserved_tokens() -> None:
     check_reserved(CHAT, message(content=PAD), [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ([1, 71], "prompt[1]"),
+        ([[1], [2, 72]], "prompt[1][1]"),
+        ([1, 71.0], "prompt[1]"),  # vLLM takes both for the id
+        ([1, " 71"], "prompt[1]"),
+        ([["71"], [1]], "prompt[0][0]"),
+    ],
+)
+def test_ids_of_media_tokens_in_a_raw_prompt(prompt: object, param: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        check_reserved(COMPLETIONS, {"prompt": prompt}, TOKENS, [71, 72, 73, 74, 75])
+    assert (caught.value.code, caught.value.param) == ("reserved_token", param)
+
+
+@pytest.mark.parametrize("prompt", [[1, 73], "71", ["71", "x"], [], 71, [["73"], [1]]])
+def test_other_ids_and_texts_of_a_raw_prompt(prompt: object) -> None:
+    check_reserved(COMPLETIONS, {"prompt": prompt}, TOKENS, [71, 72, 73, 74, 75])

@@ -119,6 +119,8 @@ async def test_requests_files_and_cancels_work_and_nothing_is_refused(
     asking.cancel()
     await eventually(lambda: not engine.running, "the cancel came through")
     engine.gate.set()
+    metrics = (await stack.http.get("/metrics")).text
+    assert "epd_gateway_ledger_reachable 1.0" in metrics, "the gateway may use the ledger"
     assert refusals(caplog) == []
 
 

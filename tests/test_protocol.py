@@ -156,6 +156,8 @@ FULL: dict[type[Message], Message] = {
             error="e",
             max_model_len=2048,
             special_tokens=["<|x|>"],
+            max_item_rows=1024,
+            special_token_ids=[7],
             versions={"vllm": "0.32"},
         ),
     )

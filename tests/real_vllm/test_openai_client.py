@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import random
 from typing import Any
 
 import openai
 import pytest
-from deployment import Deployment
+from deployment import SMALL_MODEL, Deployment
 
 from models import shapes
 
@@ -166,6 +167,23 @@ async def test_completions(small: Deployment) -> None:
     assert answers[0] == answers[1]
 
 
+async def test_a_priority_reaches_the_engine(small: Deployment) -> None:
+    """An engine that schedules by arrival alone refuses any but 0."""
+    answers = []
+    async with openai.AsyncOpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
+        for priority in (0, -3, 4):
+            answer = await client.chat.completions.create(
+                model=small.name,
+                messages=messages(),
+                max_tokens=16,
+                temperature=0,
+                extra_body={"priority": priority},
+            )
+            answers.append(answer.choices[0].message.content)
+    assert answers[0]
+    assert len(set(answers)) == 1
+
+
 async def test_files_are_encoded_at_upload_and_reused(small: Deployment) -> None:
     rng = random.Random(6)
     scene = shapes.random_scene(rng)
@@ -204,3 +222,7 @@ async def test_errors_are_the_clients_own(small: Deployment) -> None:
             await client.chat.completions.create(
                 model=small.name, messages=[{"role": "user", "content": "<|image_pad|>"}]
             )
+        tokens = json.loads((SMALL_MODEL / "tokenizer.json").read_text())["added_tokens"]
+        (pad,) = (token["id"] for token in tokens if token["content"] == "<|image_pad|>")
+        with pytest.raises(openai.BadRequestError, match="stands for media"):
+            await client.completions.create(model=small.name, prompt=[5, pad], max_tokens=1)

@@ -15,6 +15,12 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
     new.add_argument("--name", default="", help="tells the tenant's keys apart")
     new.add_argument("--weight", type=float, default=1.0, help="the tenant's share")
     new.add_argument(
+        "--priority",
+        type=int,
+        default=0,
+        help="the most urgent priority it may ask for; lower is sooner; default: 0",
+    )
+    new.add_argument(
         "--cache-scope",
         choices=("tenant", "shared"),
         help="whose embeddings it may reuse; default: as the gateway's EPD_CACHE_SCOPE says",
@@ -30,6 +36,7 @@ async def run_key(arguments: argparse.Namespace) -> int:
         name=arguments.name,
         weight=arguments.weight,
         cache_scope=arguments.cache_scope,
+        priority=arguments.priority,
     )
     try:
         parse_list(entry.line())

@@ -15,6 +15,8 @@ _SCRIPTS = "+script|load +time"  # they concern no key
 _STATES = "(~epd:v1:state:* ~epd:v1:waiting:* +evalsha +hget +hmget +hset +del +pexpire +zcount)"
 _WAITING = "(~epd:v1:waiting:* +zadd +zrem +pttl)"
 
+_LEDGER = "(~epd:v1:open:* +evalsha +zadd +zrem +zrangebyscore +hget +hgetall +hset +hdel +hincrby +pexpire)"
+
 VALKEY_ROLES: dict[str, tuple[str, ...]] = {
     "gateway": (
         _SCRIPTS,
@@ -23,6 +25,8 @@ VALKEY_ROLES: dict[str, tuple[str, ...]] = {
         "(~epd:v1:media:* +getex +set +expire)",
         "(~epd:v1:file:* +getex +set +del)",
         "(%W~epd:v1:body:* +set)",
+        "(%R~epd:v1:sizes:* +hmget)",
+        _LEDGER,
     ),
     "encoder": (
         _SCRIPTS,

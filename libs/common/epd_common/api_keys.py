@@ -20,8 +20,9 @@ CacheScope = Literal["tenant", "shared"]
 KEY_PREFIX = "epd-"
 _HASH_PREFIX = "sha256:"
 _HASH = re.compile(r"[0-9a-f]{64}")
+_PRIORITY = re.compile(r"-?[0-9]{1,6}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_FIELDS = ("tenant", "name", "weight", "cache_scope")
+_FIELDS = ("tenant", "name", "weight", "cache_scope", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class ApiKey:
         name: For people, who tell a tenant's keys apart by it.
         weight: The tenant's share of the system relative to others.
         cache_scope: Whether its embeddings are the tenant's own; None leaves that to the gateway's setting.
+        priority: The most urgent that it may ask for; lower is sooner.
     """
 
     hash: str
@@ -41,6 +43,7 @@ class ApiKey:
     name: str = ""
     weight: float = 1.0
     cache_scope: CacheScope | None = None
+    priority: int = 0
 
     def line(self) -> str:
         """The entry as it is written: ``sha256:HASH tenant=T`` and what differs from the defaults."""
@@ -48,6 +51,7 @@ class ApiKey:
         words += [f"name={self.name}"] if self.name else []
         words += [f"weight={self.weight:g}"] if self.weight != 1.0 else []
         words += [f"cache_scope={self.cache_scope}"] if self.cache_scope else []
+        words += [f"priority={self.priority}"] if self.priority else []
         return " ".join(words)
 
 
@@ -117,6 +121,7 @@ def _entry(words: list[str]) -> ApiKey:
         name=fields.get("name", ""),
         weight=_weight(fields.get("weight", "1")),
         cache_scope=_cache_scope(fields.get("cache_scope")),
+        priority=_priority(fields.get("priority", "0")),
     )
 
 
@@ -128,6 +133,12 @@ def _weight(text: str) -> float:
     if not (math.isfinite(weight) and weight > 0):
         raise ValueError("weight= must be a number above 0")
     return weight
+
+
+def _priority(text: str) -> int:
+    if _PRIORITY.fullmatch(text) is None:
+        raise ValueError("priority= must be a whole number, of at most 6 digits")
+    return int(text)
 
 
 def _cache_scope(text: str | None) -> CacheScope | None:

@@ -32,7 +32,7 @@ from epd_common.orders import Orders
 from epd_common.protocol import WorkerRecord, subjects
 from epd_common.replies import ReplyHub
 from epd_common.requester import ItemOrigin, Requester
-from epd_common.store import KeyStates, MediaStore, open_redis
+from epd_common.store import KeyStates, MediaStore, SizeTables, open_redis
 
 HEARTBEAT_S = 2.0
 CHAT = "/v1/chat/completions"
@@ -166,6 +166,7 @@ async def connect(
                 ingest=Ingest(media, pictures, limits, files=media),
                 orders=Orders(bus, states, media),
                 hub=hub,
+                sizes=SizeTables(redis),
                 name=name,
             ),
         )

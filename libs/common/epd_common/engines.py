@@ -21,9 +21,10 @@ class EngineInfo:
     """What a loaded engine is.
 
     ``fingerprint`` is part of every embedding key: two engines share embeddings exactly if they have the
-    same one. ``special_tokens`` are the tokenizer's reserved tokens as text. ``raw_modalities`` are those of
-    ``modalities`` for which a PD engine must be given the media beside the embedding. ``encodes`` says
-    whether it can turn media into embeddings. ``width`` and ``dtype`` are those of their rows.
+    same one. ``special_tokens`` are the tokenizer's reserved tokens as text, ``special_token_ids`` their ids
+    in the same order. ``raw_modalities`` are those of ``modalities`` for which a PD engine must be given the
+    media beside the embedding. ``encodes`` says whether it can turn media into embeddings. ``width`` and
+    ``dtype`` are those of their rows; ``max_item_rows`` is what a PD engine's encoder cache holds, or 0.
     """
 
     model: str
@@ -31,6 +32,8 @@ class EngineInfo:
     modalities: tuple[str, ...]
     max_model_len: int
     special_tokens: tuple[str, ...]
+    special_token_ids: tuple[int, ...] = ()
+    max_item_rows: int = 0
     raw_modalities: tuple[str, ...] = ()
     encodes: bool = True
     width: int = 0

@@ -7,6 +7,7 @@ what to do, and so that logs can be searched.
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 
@@ -24,6 +25,7 @@ class EpdError(Exception):
 
     status: ClassVar[int] = 500
     default_code: ClassVar[str] = "internal_error"
+    default_retry_after_s: ClassVar[float | None] = None
 
     def __init__(
         self,
@@ -41,7 +43,13 @@ class EpdError(Exception):
         self.param = param
         self.stage = stage
         self.key = key
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = retry_after_s or self.default_retry_after_s
+
+    def headers(self) -> dict[str, str]:
+        """Headers of the HTTP answer: ``Retry-After`` in whole seconds, where trying again makes sense."""
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
 
     def fields(self) -> dict[str, Any]:
         """The structured fields that are set, for logs."""
@@ -117,6 +125,7 @@ class BusyError(EpdError):
 
     status = 429
     default_code = "overloaded"
+    default_retry_after_s = 1.0
 
 
 class RequestCancelledError(EpdError):
@@ -138,6 +147,7 @@ class UnavailableError(EpdError):
 
     status = 503
     default_code = "unavailable"
+    default_retry_after_s = 2.0
 
 
 class SendAgainError(EpdError):

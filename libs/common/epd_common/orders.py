@@ -42,6 +42,7 @@ class OrderContext:
     deadline: float = 0.0
     traceparent: str = ""
     scope: str = ""
+    priority: int = 0
     background: bool = False
 
     def waiter(self) -> Waiter | None:
@@ -153,7 +154,7 @@ class Orders:
         self, place: int, item: Item, claim: Claim, context: OrderContext
     ) -> None:
         job = encode_job(item, claim.epoch, context)
-        lane = BACKGROUND_LANE if context.background else encode_lane(place)
+        lane = BACKGROUND_LANE if context.background else encode_lane(place, context.priority)
         try:
             sequence = await self._bus.store(
                 subjects.encode_subject(context.model, lane),
@@ -177,7 +178,7 @@ class Orders:
             ref = await self._media.put_body(job.body)
             job = msgspec.structs.replace(job, body=b"", body_ref=ref)
         return await self._bus.store(
-            subjects.generate_subject(job.model, generate_lane(len(job.items))),
+            subjects.generate_subject(job.model, generate_lane(len(job.items), job.priority)),
             job,
             message_id=f"generate-{job.request_id}",
         )

@@ -11,17 +11,20 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from epd_common.bus.registry import Registry
-from epd_common.errors import BadRequestError, NotFoundError, UnavailableError
+from epd_common.costs import Work, references, work_of, work_unseen
+from epd_common.errors import BadRequestError, DeadlineError, NotFoundError, UnavailableError
 from epd_common.ingest import Ingest
+from epd_common.ingest.fitting import check_fits
+from epd_common.ingest.pipeline import Prepared
 from epd_common.orders import OrderContext, Orders
 from epd_common.protocol import GenerateJob, Item, WorkerRecord
 from epd_common.replies import Reply, ReplyHub
-from epd_common.store import Claim
+from epd_common.store import Claim, SizeTables
 from epd_common.tasks import whole
 
 ItemOrigin = Literal["encoded", "shared", "reused"]
@@ -34,6 +37,10 @@ the key that were waited for still reaches it. A tenth of the time where that is
 _ORIGINS: dict[str, ItemOrigin] = {"claimed": "encoded", "pending": "shared", "ready": "reused"}
 
 
+EARLY_S = 120.0
+"""What was not encoded so long after its upload is encoded when a request asks for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class SentRequest:
     """A request on its way, and what became of its distinct media items."""
@@ -41,6 +48,20 @@ class SentRequest:
     reply: Reply
     items: list[Item]
     origins: list[ItemOrigin]
+
+
+class Entry(Protocol):
+    """Lets one request in, where there is a bound on what may be under way."""
+
+    async def ask(self, worker: WorkerRecord, work: Work) -> None:
+        """Ask for this work; again, where it turns out to be other than was thought.
+
+        Raises:
+            epd_common.errors.BusyError: there is no room; the request ends.
+        """
+
+    def close(self) -> None:
+        """The request has ended."""
 
 
 class Requester:
@@ -52,8 +73,16 @@ class Requester:
     """
 
     def __init__(
-        self, *, registry: Registry, ingest: Ingest, orders: Orders, hub: ReplyHub, name: str = ""
+        self,
+        *,
+        registry: Registry,
+        ingest: Ingest,
+        orders: Orders,
+        hub: ReplyHub,
+        sizes: SizeTables,
+        name: str = "",
     ) -> None:
+        self._sizes = sizes
         self._name = name
         self._registry = registry
         self._ingest = ingest
@@ -69,6 +98,8 @@ class Requester:
         timeout_s: float,
         scope: str = "",
         files_of: str | None = None,
+        priority: int = 0,
+        entry: Entry | None = None,
         traceparent: str = "",
     ) -> AsyncIterator[SentRequest]:
         """Submit a request; leaving the context before its end cancels it.
@@ -79,13 +110,71 @@ class Requester:
             timeout_s: The request's deadline from now.
             scope: Cache scope (tenant).
             files_of: The tenant whose uploads the body may name, where that is not the scope.
+            priority: Lower is sooner.
+            entry: Asked before anything is done for the request, and closed at its end.
 
         Raises:
-            EpdError: bad input, no worker, a full queue, a broker that is away.
+            EpdError: bad input, no worker, no room, a full queue, a broker that is away, a deadline that
+                passed before the request could be submitted.
         """
-        deadline = time.time() + timeout_s
-        stage_deadline = deadline - min(STAGE_MARGIN_S, timeout_s / 10)
-        worker = self.worker_for(body)
+        with contextlib.ExitStack() as at_end:
+            if entry is not None:
+                at_end.callback(entry.close)
+            deadline = time.time() + timeout_s
+            stage_deadline = deadline - min(STAGE_MARGIN_S, timeout_s / 10)
+            worker = self.worker_for(body)
+            try:
+                async with asyncio.timeout(stage_deadline - time.time()) as bound:
+                    prepared = await self._prepare(route, body, worker, scope, files_of, entry)
+            except TimeoutError:
+                if not bound.expired():
+                    raise
+                raise DeadlineError(
+                    "the deadline passed while the request's media were fetched and checked",
+                    stage="ingest",
+                ) from None
+            request_id = secrets.token_hex(16)
+            async with self._hub.expect(request_id, timeout_s=deadline - time.time()) as reply:
+                job = GenerateJob(
+                    request_id=request_id,
+                    model=worker.model,
+                    route=route,
+                    body=msgspec.json.encode(prepared.body),
+                    items=prepared.items,
+                    inbox=reply.inbox,
+                    deadline=stage_deadline,
+                    priority=priority,
+                    scope=scope,
+                    traceparent=traceparent,
+                    requester=self._name,
+                )
+                context = OrderContext(
+                    model=worker.model,
+                    fingerprint=worker.fingerprint,
+                    request_id=request_id,
+                    scope=scope,
+                    priority=priority,
+                    deadline=stage_deadline,
+                    traceparent=traceparent,
+                )
+                async with self._submitted(job, context, reply) as claims:
+                    yield SentRequest(reply, prepared.items, [_origin(claim) for claim in claims])
+
+    async def _prepare(
+        self,
+        route: str,
+        body: dict[str, Any],
+        worker: WorkerRecord,
+        scope: str,
+        files_of: str | None,
+        entry: Entry | None,
+    ) -> Prepared:
+        """The request, let in, its media stored, and nothing known against it.
+
+        Its work is estimated twice: before its media are loaded, so that a flood costs little, and then.
+        """
+        if entry is not None:
+            await entry.ask(worker, work_unseen(body, max_model_len=worker.max_model_len))
         prepared = await self._ingest.prepare(
             route=route,
             body=body,
@@ -93,34 +182,24 @@ class Requester:
             scope=scope,
             files_of=files_of,
             special_tokens=worker.special_tokens,
+            special_token_ids=worker.special_token_ids,
             modalities=worker.modalities,
         )
-        if prepared.items:
-            self.require_encoder(worker)
-        request_id = secrets.token_hex(16)
-        async with self._hub.expect(request_id, timeout_s=deadline - time.time()) as reply:
-            job = GenerateJob(
-                request_id=request_id,
-                model=worker.model,
-                route=route,
-                body=msgspec.json.encode(prepared.body),
-                items=prepared.items,
-                inbox=reply.inbox,
-                deadline=stage_deadline,
-                scope=scope,
-                traceparent=traceparent,
-                requester=self._name,
-            )
-            context = OrderContext(
-                model=worker.model,
-                fingerprint=worker.fingerprint,
-                request_id=request_id,
-                scope=scope,
-                deadline=stage_deadline,
-                traceparent=traceparent,
-            )
-            async with self._submitted(job, context, reply) as claims:
-                yield SentRequest(reply, prepared.items, [_origin(claim) for claim in claims])
+        if not prepared.items:
+            return prepared
+        self.require_encoder(worker)
+        found = await self._sizes.of(worker.fingerprint).look_up(prepared.items)
+        rows = [None if size is None else size.rows for size in found]
+        check_fits(
+            references(prepared.body),
+            rows,
+            max_model_len=worker.max_model_len,
+            max_item_rows=worker.max_item_rows,
+        )
+        if entry is not None:
+            known = work_of(prepared.body, prepared.items, rows, max_model_len=worker.max_model_len)
+            await entry.ask(worker, known)
+        return prepared
 
     @contextlib.asynccontextmanager
     async def _submitted(
@@ -149,6 +228,7 @@ class Requester:
             fingerprint=worker.fingerprint,
             request_id=f"upload-{item.digest[:16]}",
             scope=scope,
+            deadline=time.time() + EARLY_S,
             background=True,
         )
         claims = await self._orders.claim([item], context)

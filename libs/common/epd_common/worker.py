@@ -305,7 +305,9 @@ class Worker:
             phase=self._phase,
             error=self._failure,
             max_model_len=info.max_model_len if info else 0,
+            max_item_rows=info.max_item_rows if info else 0,
             special_tokens=list(info.special_tokens) if info else [],
+            special_token_ids=list(info.special_token_ids) if info else [],
             versions=info.versions if info else {},
         )
 

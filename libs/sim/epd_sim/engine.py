@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MODALITIES = ("image", "video", "audio")
 SPECIAL_TOKENS = ("<|image_pad|>", "<|im_end|>", "<|im_start|>", "<|vision_start|>")
+SPECIAL_TOKEN_IDS = (151655, 151645, 151644, 151652)
 """Those of Qwen's template that matter: clients are refused them, as with a real model."""
 
 
@@ -99,6 +100,8 @@ class SimEngine:
             modalities=MODALITIES,
             max_model_len=self._profile.max_model_len,
             special_tokens=SPECIAL_TOKENS,
+            special_token_ids=SPECIAL_TOKEN_IDS,
+            max_item_rows=self._profile.max_item_rows,
             encodes=self._encodes,
             width=self._profile.width,
             dtype=DTYPE,

@@ -56,6 +56,11 @@ class Profile:
     sequence_s: float
     time_scale: float = 1.0
 
+    @property
+    def max_item_rows(self) -> int:
+        """Rows that the encoder cache holds: as in vLLM those of a step, or of the largest item."""
+        return max(self.prefill_budget, self.max_rows)
+
     def encode_s(self, rows: Sequence[int]) -> float:
         """Seconds to encode a batch of items with so many rows each."""
         saved = self.batch_gain * (1 - 1 / len(rows))

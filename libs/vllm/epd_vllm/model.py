@@ -66,13 +66,17 @@ def describe(
     folder = model_folder(model)
     dtype, width = dtype_name(config), embedding_width(config)
     version, is_cpu = vllm_version()
+    special = _special_tokens(engine.get_tokenizer())
     return EngineInfo(
         model=served,
         fingerprint=model_fingerprint(folder, revision=revision, dtype=dtype, width=width),
         modalities=modalities.all,
         raw_modalities=modalities.raw,
         max_model_len=config.max_model_len,
-        special_tokens=tuple(_special_tokens(engine.get_tokenizer())),
+        special_tokens=tuple(special),
+        special_token_ids=tuple(special.values()),
+        # What vLLM's scheduler computes from the same configuration. Only engines with a cache have one.
+        max_item_rows=engine.input_processor.mm_encoder_cache_size,
         encodes=encodes,
         width=width,
         dtype=dtype,
@@ -97,8 +101,9 @@ def embedding_width(config: ModelConfig) -> int:
     return int(config.get_inputs_embeds_size()) * (1 + len(taps))
 
 
-def _special_tokens(tokenizer: Any) -> list[str]:
-    """Tokens that a chat template or the engine gives a meaning: none may come from a message's text."""
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Tokens with a meaning to a chat template or the engine, and their ids: no client may give them."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     named = {token.content for token in added if token.special}
-    return sorted(named | set(getattr(tokenizer, "all_special_tokens", ())))
+    names = sorted(named | set(getattr(tokenizer, "all_special_tokens", ())))
+    return {name: int(tokenizer.convert_tokens_to_ids(name)) for name in names}

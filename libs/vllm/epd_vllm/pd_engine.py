@@ -88,6 +88,7 @@ class VllmPdEngine(VllmEngine):
             {
                 "--disable-uvicorn-access-log": None,
                 "--enable-mm-embeds": None,
+                "--scheduling-policy": "priority",
                 "--limit-mm-per-prompt": json.dumps(limits),
                 "--ec-transfer-config": json.dumps(
                     {

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from epd_common.bus import Bus, Registry
 from epd_common.errors import (
     BadRequestError,
+    DeadlineError,
     EpdError,
     MethodNotAllowedError,
     NotFoundError,
@@ -34,6 +35,7 @@ from epd_common.requester import Requester
 from epd_common.store import MediaStore
 from epd_gateway.auth import KeyRing, RequireKey, caller_of
 from epd_gateway.bodies import read_body
+from epd_gateway.door import Door
 from epd_gateway.draining import CloseWhileDraining
 from epd_gateway.files import add_file_routes
 from epd_gateway.metrics import GatewayMetrics
@@ -49,6 +51,7 @@ PROBE_S = 1.5
 SEND_GRACE_S = 30.0
 """So long after its deadline a slow client may still read what there is of its answer."""
 
+MAX_PRIORITY = 999_999
 GENERATE_ROUTES = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -65,7 +68,8 @@ class Edge:
     ingest: Ingest
     media: MediaStore
     hub: ReplyHub
-    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+    door: Door
+    metrics: GatewayMetrics
     started: float = field(default_factory=time.time)
     draining: bool = False
 
@@ -152,7 +156,15 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
         started = time.monotonic()
         caller = caller_of(request)
         timeout_s = _deadline(request, edge.settings.deadline_s)
-        body = await _json_body(request, edge.settings)
+        try:
+            async with asyncio.timeout(timeout_s):
+                body = await _json_body(request, edge.settings)
+        except TimeoutError:
+            raise DeadlineError(
+                "the deadline passed before the request's body was here", stage="ingest"
+            ) from None
+        priority = _priority(body, caller.most_urgent)
+        timeout_s -= time.monotonic() - started
         return Relay(
             send=edge.requester.send(
                 route,
@@ -160,6 +172,8 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
                 timeout_s=timeout_s,
                 scope=caller.scope,
                 files_of=caller.tenant,
+                priority=priority,
+                entry=edge.door.entry(caller, timeout_s=timeout_s),
                 traceparent=request.headers.get("traceparent", ""),
             ),
             metrics=edge.metrics,
@@ -187,6 +201,27 @@ def _deadline(request: Request, default_s: float) -> float:
     return min(wanted, default_s)
 
 
+def _priority(body: dict[str, Any], most_urgent: int | None) -> int:
+    """The body's ``priority``, as vLLM has it: lower is sooner."""
+    value = body.get("priority")
+    if value is None:
+        return 0
+    if type(value) is not int or abs(value) > MAX_PRIORITY:
+        raise BadRequestError(
+            f"priority must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}; lower is sooner",
+            param="priority",
+            stage="ingest",
+        )
+    if most_urgent is not None and value < most_urgent:
+        raise BadRequestError(
+            f"this API key may ask for no priority below {most_urgent}, and the request has {value}",
+            code="priority_not_allowed",
+            param="priority",
+            stage="ingest",
+        )
+    return value
+
+
 async def _json_body(request: Request, settings: GatewaySettings) -> dict[str, Any]:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
@@ -210,10 +245,7 @@ def _model_card(edge: Edge, name: str) -> dict[str, Any]:
 
 
 def _error_response(error: EpdError) -> JSONResponse:
-    headers = {}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-    return JSONResponse(openai_body(error), status_code=error.status, headers=headers)
+    return JSONResponse(openai_body(error), status_code=error.status, headers=error.headers())
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -35,10 +35,14 @@ class Caller:
     Attributes:
         tenant: Empty where no keys are set.
         scope: Whose cache entries it may use: the tenant's, or (empty) those that all share.
+        weight: The tenant's share relative to others.
+        most_urgent: The lowest priority that it may ask for; None for any.
     """
 
     tenant: str = ""
     scope: str = ""
+    weight: float = 1.0
+    most_urgent: int | None = None
 
 
 def caller_of(request: Request) -> Caller:
@@ -59,6 +63,7 @@ class KeyRing:
         self._fixed = fixed
         self._path = path
         self._keys: dict[str, ApiKey] = {}
+        self._weights: dict[str, float] = {}
         self._seen: tuple[int, ...] = ()
         self._task: asyncio.Task[None] | None = None
 
@@ -73,6 +78,10 @@ class KeyRing:
         It is looked up by its hash. How long that takes can tell something of hashes, and nothing of keys.
         """
         return self._keys.get(hash_key(key))
+
+    def weight(self, tenant: str) -> float:
+        """A tenant's weight: the largest of its keys'."""
+        return self._weights[tenant]
 
     async def __aenter__(self) -> Self:
         try:
@@ -118,6 +127,9 @@ class KeyRing:
         if self._keys:
             logger.info("API keys read again: %d of %d tenants", *_counts((*self._fixed, *read)))
         self._keys = {key.hash: key for key in (*self._fixed, *read)}
+        self._weights = {}
+        for key in self._keys.values():
+            self._weights[key.tenant] = max(key.weight, self._weights.get(key.tenant, 0.0))
 
 
 def read_keys(content: bytes) -> tuple[ApiKey, ...]:
@@ -188,4 +200,9 @@ class RequireKey:
         if key is None:
             raise UnauthorizedError("this API key is not known here; ask for another one")
         shared = (key.cache_scope or self._cache_scope) == "shared"
-        return Caller(key.tenant, "" if shared else key.tenant)
+        return Caller(
+            key.tenant,
+            "" if shared else key.tenant,
+            weight=self._keys.weight(key.tenant),
+            most_urgent=key.priority,
+        )

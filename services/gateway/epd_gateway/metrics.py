@@ -44,6 +44,30 @@ class GatewayMetrics:
             "Requests that were not let in: no API key, or a wrong one.",
             registry=self.registry,
         )
+        self.admissions = Counter(
+            "epd_gateway_admissions",
+            "Requests by tenant and what became of them at the door: let_in, tenant_over_share or "
+            "system_full.",
+            ("tenant", "outcome"),
+            registry=self.registry,
+        )
+        self.open_cost = Gauge(
+            "epd_gateway_open_cost",
+            "Weighted tokens of all open requests of a model, of all gateways, as this one last saw it.",
+            ("model",),
+            registry=self.registry,
+        )
+        self.capacity = Gauge(
+            "epd_gateway_admission_capacity",
+            "Weighted tokens that the open requests of a model may have.",
+            ("model",),
+            registry=self.registry,
+        )
+        self.ledger = Gauge(
+            "epd_gateway_ledger_reachable",
+            "1 if the ledger of open requests answered last; 0: this gateway judges by its own alone.",
+            registry=self.registry,
+        )
         self.open_requests = Gauge(
             "epd_gateway_open_requests", "Requests being answered now.", registry=self.registry
         )

@@ -16,7 +16,13 @@ from contextlib import AbstractAsyncContextManager
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from epd_common.errors import EpdError, openai_body
+from epd_common.errors import (
+    BusyError,
+    EpdError,
+    UnavailableError,
+    from_status,
+    openai_body,
+)
 from epd_common.protocol import ReplyHead
 from epd_common.replies import EVENT_STREAM
 from epd_common.requester import SentRequest
@@ -83,9 +89,9 @@ class Relay(Response):
                 body = b"".join([piece async for piece in sent.reply.data()])
         except EpdError as error:
             self._status = error.status
-            retry = error.retry_after_s
-            headers = {} if retry is None else {"retry-after": str(max(1, round(retry)))}
-            answer = JSONResponse(openai_body(error), status_code=error.status, headers=headers)
+            answer = JSONResponse(
+                openai_body(error), status_code=error.status, headers=error.headers()
+            )
             await answer(scope, receive, send)
             return
         self._status = head.status
@@ -123,6 +129,8 @@ def _headers(sent: SentRequest, head: ReplyHead) -> dict[str, str]:
     headers = {"x-request-id": sent.reply.request_id, "x-epd-worker": head.worker}
     if sent.origins:
         headers["x-epd-items"] = ",".join(sent.origins)
+    if head.status in (BusyError.status, UnavailableError.status):
+        headers |= from_status(head.status, "the engine is busy").headers()
     return headers
 
 

@@ -23,11 +23,13 @@ from epd_common.orders import Orders
 from epd_common.protocol import WorkerRecord, WorkerState, subjects
 from epd_common.replies import ReplyHub
 from epd_common.requester import Requester
-from epd_common.store import KeyStates, MediaStore, open_redis
+from epd_common.store import KeyStates, Ledger, MediaStore, SizeTables, open_redis
 from epd_gateway.app import Edge, build_app
 from epd_gateway.auth import KeyRing
+from epd_gateway.door import Door
 from epd_gateway.fetch import MediaFetcher
 from epd_gateway.http_limits import BoundedHttp
+from epd_gateway.metrics import GatewayMetrics
 from epd_gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -138,7 +140,20 @@ async def _edge(
     name = subjects.worker_key("gateway", settings.worker_id)
     hub = await stack.enter_async_context(ReplyHub(bus, name=name))
     requester = Requester(
-        registry=registry, ingest=ingest, orders=Orders(bus, states, media), hub=hub, name=name
+        registry=registry,
+        ingest=ingest,
+        orders=Orders(bus, states, media),
+        hub=hub,
+        sizes=SizeTables(redis),
+        name=name,
+    )
+    metrics = GatewayMetrics()
+    door = Door(
+        settings,
+        ledger=await stack.enter_async_context(Ledger(redis)),
+        registry=registry,
+        metrics=metrics,
+        fair=lambda: keys.required,
     )
     return Edge(
         settings=settings,
@@ -150,6 +165,8 @@ async def _edge(
         ingest=ingest,
         media=media,
         hub=hub,
+        door=door,
+        metrics=metrics,
     )
 
 

@@ -56,6 +56,33 @@ class GatewaySettings(IngestSettings):
         "`shared`, those of all. A key's own `cache_scope=` comes first.",
     )
 
+    admission_capacity: int = Field(
+        0,
+        ge=0,
+        description="Cost that all open requests of a model may have together, in weighted tokens; beyond it "
+        "429. 0: 65536 for each slot of its PD workers.",
+    )
+    admission_line: float = Field(
+        0.75,
+        gt=0,
+        le=1,
+        description="Share of the capacity from which on a tenant may hold no more than its own share, by "
+        "the weights of API keys. What is above is kept for tenants that hold less.",
+    )
+    admission_least: int = Field(
+        8192,
+        ge=0,
+        description="Cost that a tenant may hold in any case while there is room, however small its share.",
+    )
+    admission_visual_weight: float = Field(
+        2.0, gt=0, description="Cost of a row of a picture; a token of text costs 1."
+    )
+    admission_answer_weight: float = Field(
+        1.0,
+        gt=0,
+        description="Cost of a token that a request may generate (`max_tokens`, or 512).",
+    )
+
     @field_validator("api_keys_file", mode="before")
     @classmethod
     def _no_file(cls, value: object) -> object:

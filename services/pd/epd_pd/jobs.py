@@ -15,6 +15,7 @@ import msgspec
 
 from epd_common.bus import Bus, Delivery
 from epd_common.bus.streams import MAX_DELIVERIES
+from epd_common.deadlines import bounded
 from epd_common.engines import AnswerHead, AnswerPiece, EngineInfo, PdEngine, Told
 from epd_common.errors import (
     BadRequestError,
@@ -50,7 +51,7 @@ class GenerateHandler:
     """Handles generate jobs, many at once.
 
     Args:
-        deadline_s: Of a job that has none itself, or a later one.
+        deadline_s: Of a job that has no deadline itself, or one that is further off.
         counters: ``answered``, ``failed``, ``cancelled``, ``expired``, ``malformed``, ``resumed``.
     """
 
@@ -101,9 +102,8 @@ class GenerateHandler:
                 await writer.error(error)
             await delivery.give_up(error)
             return
-        latest = time.time() + self._deadline_s  # nothing waits without bound
-        if not job.deadline or job.deadline > latest:
-            job = msgspec.structs.replace(job, deadline=latest)
+        due = bounded(job.deadline, published=delivery.published, limit_s=self._deadline_s)
+        job = msgspec.structs.replace(job, deadline=due)  # nothing waits without bound
         if (running := self._running.get(job.request_id)) is not None:
             if running != delivery.sequence:
                 await self._writer(job, delivery, None).error(
@@ -202,6 +202,24 @@ class GenerateHandler:
     ) -> None:
         if time.time() >= job.deadline:
             raise DeadlineError("the deadline passed in the queue", stage="queue")
+        waited_for: list[Arrivals] = []
+        try:
+            async with asyncio.timeout(job.deadline - time.time()) as bound:
+                await self._answer_in_time(job, delivery, writer, keys, waited_for)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise _late(waited_for) from None
+
+    async def _answer_in_time(
+        self,
+        job: GenerateJob,
+        delivery: Delivery,
+        writer: FrameWriter,
+        keys: list[str],
+        waited_for: list[Arrivals],
+    ) -> None:
+        """Answer; ``keys`` and ``waited_for`` are filled in once the request is prepared."""
         if job.route not in ROUTES:
             raise BadRequestError(
                 f"the route {job.route!r} is not served; these are: {', '.join(ROUTES)}",
@@ -209,6 +227,7 @@ class GenerateHandler:
                 param="route",
             )
         body = await self._body(job)
+        body["priority"] = job.priority
         writer.resumable = may_go_on(body)
         told = await self._told(job, delivery, writer) if delivery.attempt > 1 else None
         prepared = await self._ingest.prepare(
@@ -217,6 +236,7 @@ class GenerateHandler:
             fingerprint=self._info.fingerprint,
             scope=job.scope,
             special_tokens=self._info.special_tokens,
+            special_token_ids=self._info.special_token_ids,
             modalities=self._info.modalities,
             items=job.items,
         )
@@ -226,16 +246,14 @@ class GenerateHandler:
             fingerprint=self._info.fingerprint,
             request_id=job.request_id,
             scope=job.scope,
+            priority=job.priority,
             deadline=job.deadline,
             traceparent=job.traceparent,
         )
         media = await self._raw_media(prepared.items)
         async with self._readiness.arriving(prepared.items, context, media) as arrivals:
-            try:
-                async with asyncio.timeout(job.deadline - time.time()):
-                    await self._generate(job, prepared.body, arrivals, writer, told)
-            except TimeoutError:
-                raise _late(arrivals) from None
+            waited_for.append(arrivals)
+            await self._generate(job, prepared.body, arrivals, writer, told)
 
     async def _told(self, job: GenerateJob, delivery: Delivery, writer: FrameWriter) -> Told | None:
         """What an older attempt has told the client; None if the answer may begin anew.
@@ -395,8 +413,11 @@ def _nobody_goes_on() -> UpstreamError:
     )
 
 
-def _late(arrivals: Arrivals) -> DeadlineError:
+def _late(waited_for: list[Arrivals]) -> DeadlineError:
     """The deadline's error, with the stage that was waited for."""
+    if not waited_for:
+        return DeadlineError("the deadline passed while the request was prepared", stage="ingest")
+    (arrivals,) = waited_for
     if (key := arrivals.first_missing) is not None:
         reason = arrivals.reasons.get(key, "its state could not be read")
         return DeadlineError(

@@ -21,6 +21,7 @@ from nats.aio.msg import Msg
 
 from epd_common.bus import Bus
 from epd_common.errors import EpdError, UnavailableError, UpstreamError
+from epd_common.ingest.fitting import check_item_fits
 from epd_common.orders import OrderContext, Orders, encode_job
 from epd_common.protocol import EmbeddingEvent, Item, ProtocolError, decode, subjects
 from epd_common.store import Claim, EmbeddingHeader, SizeTable
@@ -47,6 +48,7 @@ class Readiness:
         encoders_alive: Whether anybody takes encode jobs of this model.
         recheck_s: Seconds between looks at the state while no event comes.
         store_patience_s: Seconds that an item is waited for while the store of states is away.
+        max_item_rows: What the engine's encoder cache holds; an item with more is refused. 0: not known.
         counters: ``redelivered``, ``lost``, ``reordered``, ``encoded_here``, ``gave_up``.
     """
 
@@ -63,7 +65,9 @@ class Readiness:
         recheck_s: float,
         store_patience_s: float,
         counters: Counter[str],
+        max_item_rows: int = 0,
     ) -> None:
+        self._max_item_rows = max_item_rows
         self._bus = bus
         self._orders = orders
         self._pins = pins
@@ -112,9 +116,9 @@ class Readiness:
         except UnavailableError as error:  # the items may come all the same
             logger.warning("no sizes are known: %s", error)
             return
-        for index, metadata in enumerate(found):
-            if metadata is not None:
-                arrivals.forecast(index, metadata)
+        for index, size in enumerate(found):
+            if size is not None:
+                arrivals.forecast(index, size.metadata)
 
     async def _follow(
         self, index: int, arrivals: Arrivals, context: OrderContext, taken: list[str]
@@ -130,10 +134,24 @@ class Readiness:
         except Exception as error:  # the request's task raises it
             arrivals.fail(error)
             return
+        try:
+            check_item_fits(header.rows, f"items[{index}]", max_item_rows=self._max_item_rows)
+        except EpdError as error:
+            await self._note_size(item, header)  # the next one is refused before it is encoded
+            arrivals.fail(error)
+            return
         arrivals.arrive(index, header)
+        await self._note_size(item, header)
+
+    async def _note_size(self, item: Item, header: EmbeddingHeader) -> None:
         try:
             await self._sizes.add(
-                item.modality, item.width, item.height, item.processor_args, header.metadata
+                item.modality,
+                item.width,
+                item.height,
+                item.processor_args,
+                header.metadata,
+                header.rows,
             )
         except EpdError as error:
             logger.warning("size not noted: %s", error, extra={"key": item.key})

@@ -84,6 +84,7 @@ class PdService:
                     recheck_s=settings.recheck_s,
                     store_patience_s=settings.store_patience_s,
                     counters=counters,
+                    max_item_rows=info.max_item_rows,
                 ),
                 admission=Admission(settings.max_incomplete),
                 cancels=cancels,

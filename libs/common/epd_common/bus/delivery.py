@@ -72,10 +72,14 @@ class Delivery:
         return self.attempt >= MAX_DELIVERIES
 
     @property
+    def published(self) -> float:
+        """When the job was put into its queue, in seconds since the Unix epoch."""
+        return float(self._message.metadata.timestamp.timestamp())
+
+    @property
     def queued_s(self) -> float:
         """Seconds from publishing to this delivery, by wall clocks."""
-        published = self._message.metadata.timestamp.timestamp()
-        return float(max(0.0, time.time() - published))
+        return max(0.0, time.time() - self.published)
 
     async def ack(self) -> None:
         """The job's effect is durable, or it needs none: forget it."""

@@ -6,7 +6,10 @@ import logging
 import time
 from collections import Counter
 
+import msgspec
+
 from epd_common.bus import Delivery
+from epd_common.deadlines import bounded
 from epd_common.encode.work import Encoding
 from epd_common.errors import DeadlineError, EpdError, UnavailableError
 from epd_common.protocol import EncodeJob, ProtocolError, decode
@@ -15,6 +18,8 @@ from epd_common.protocol.keys import is_key
 logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 0.2
+MAX_AGE_S = 600.0
+"""No encode is worth more than this, from its order on: for jobs that have no deadline, or one far off."""
 
 EPOCH_AHEAD_S = 86_400.0
 """An epoch is a time in milliseconds; clocks may differ by so much."""
@@ -44,6 +49,8 @@ class EncodeHandler:
             logger.error("malformed encode job: %s", error)
             await delivery.give_up(error)
             return
+        due = bounded(job.deadline, published=delivery.published, limit_s=MAX_AGE_S)
+        job = msgspec.structs.replace(job, deadline=due)
         async with delivery:
             try:
                 event = await self._encoding.make(

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from epd_common.bus import Bus
-from epd_common.engines import EncoderEngine, EngineInfo, OnSized, StagedEmbedding
+from epd_common.engines import EncoderEngine, EngineInfo, StagedEmbedding
 from epd_common.errors import BadRequestError, DeadlineError, EpdError, UpstreamError
 from epd_common.ingest.processor_args import check_arguments_fit, check_processor_args
 from epd_common.protocol import EmbeddingEvent, EncodeJob, Locator, subjects
@@ -144,12 +144,6 @@ class Encoding:
         return _kills(job.key, ENGINE_DEATHS)
 
     async def _make(self, job: EncodeJob, attempt: int, queued_s: float) -> EmbeddingEvent:
-        if job.deadline and time.time() > job.deadline:
-            raise DeadlineError(
-                f"the deadline passed before item {job.key} was encoded",
-                stage="encode",
-                key=job.key,
-            )
         if job.fingerprint != self._info.fingerprint:
             raise UpstreamError(
                 f"the job wants model fingerprint {job.fingerprint[:12]}, "
@@ -164,14 +158,22 @@ class Encoding:
             self._counters["hits"] += 1
             await self._copy_to_remote(present)
             return self._event(job, present.header, attempt, queued_s, encode_s=0.0)
-        data = await self._media_of(job)
-        await self._check_key(job, data)
-        started = time.monotonic()
-
-        async def on_sized(metadata: dict[str, Any]) -> None:
-            await self._announce_size(job, metadata)
-
-        staged = await self._encode(job, data, on_sized)
+        try:
+            async with asyncio.timeout(
+                job.deadline - time.time() if job.deadline else None
+            ) as bound:
+                data = await self._media_of(job)
+                await self._check_key(job, data)
+                started = time.monotonic()
+                staged = await self._encode(job, data)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise DeadlineError(
+                f"the deadline passed before item {job.key} was encoded",
+                stage="encode",
+                key=job.key,
+            ) from None
         encode_s = time.monotonic() - started
         try:
             await asyncio.to_thread(self._arena.adopt, staged.path, staged.header)
@@ -186,8 +188,12 @@ class Encoding:
                 await self._copy_to_remote(published)
         return self._event(job, staged.header, attempt, queued_s, encode_s=encode_s)
 
-    async def _encode(self, job: EncodeJob, data: bytes, on_sized: OnSized) -> StagedEmbedding:
+    async def _encode(self, job: EncodeJob, data: bytes) -> StagedEmbedding:
         """Have the engine encode. What is begun and never ended, in however many workers, killed them."""
+
+        async def on_sized(metadata: dict[str, Any]) -> None:
+            await self._announce_size(job, metadata)
+
         if await self._states.note_beginning(job.key) > BEGINNINGS:
             await self._states.note_end(job.key)
             raise _kills(job.key, BEGINNINGS)

@@ -78,6 +78,7 @@ class Ingest:
         scope: str,
         files_of: str | None = None,
         special_tokens: Sequence[str],
+        special_token_ids: Sequence[int] = (),
         modalities: Sequence[str],
         items: Sequence[Item] = (),
     ) -> Prepared:
@@ -90,6 +91,7 @@ class Ingest:
             scope: Whose cache entries these may be (tenant).
             files_of: The tenant whose uploads the body may name, where that is not the scope.
             special_tokens: What no text may hold.
+            special_token_ids: Their ids, in the same order.
             modalities: What the model takes beside text.
             items: Those of a direct job, which ``media_ref`` parts of the body point at.
 
@@ -97,7 +99,7 @@ class Ingest:
             EpdError: The first thing that is wrong; ``param`` names its place.
         """
         found = extract(route, body, max_items=self._limits.max_items)
-        check_reserved(route, found.body, special_tokens)
+        check_reserved(route, found.body, special_tokens, special_token_ids)
         check_items(items, found.parts, self._limits.max_inline_bytes)
         check_modalities(found.parts, items, modalities, found.processor_args)
         keying = Keying(fingerprint, scope, found.processor_args)

@@ -31,18 +31,27 @@ _NAME_LENGTH = 64
 _MEDIA_WORD = re.compile(r"image|img|vision|video|audio|media|pict", re.IGNORECASE)
 
 
-def check_reserved(route: str, body: dict[str, Any], tokens: Sequence[str]) -> None:
+def check_reserved(
+    route: str, body: dict[str, Any], tokens: Sequence[str], ids: Sequence[int] = ()
+) -> None:
     """Refuse a body, its media parts already replaced, that types a reserved token as text.
 
     A raw prompt of ``/v1/completions`` may hold chat tokens, for it is the template's work done by the
-    client; it may not hold the tokens that stand for media.
+    client; it may not hold the tokens that stand for media, as text or as ids.
+
+    Args:
+        ids: Of the tokens, in the same order.
 
     Raises:
         BadRequestError: ``reserved_token``; ``param`` names the place.
     """
     names = _RAW if route == COMPLETIONS else _RENDERED
     if route == COMPLETIONS:
-        tokens = [token for token in tokens if _MEDIA_WORD.search(token)]
+        _check_ids(
+            body.get("prompt"),
+            {number: token for token, number in zip(tokens, ids, strict=False) if _of_media(token)},
+        )
+        tokens = [token for token in tokens if _of_media(token)]
     tokens = [token for token in tokens if token]
     for name in names:
         for place, text in _texts(body.get(name), name):
@@ -55,6 +64,41 @@ def check_reserved(route: str, body: dict[str, Any], tokens: Sequence[str]) -> N
                         param=place,
                         stage="ingest",
                     )
+
+
+def _of_media(token: str) -> bool:
+    return _MEDIA_WORD.search(token) is not None
+
+
+def _check_ids(prompt: object, reserved: dict[int, str]) -> None:
+    """Look at every number of a prompt. vLLM takes ``7.0`` for 7, and ``"7"`` where no text can be: beside
+    numbers, and in a list within the list."""
+    waiting: list[tuple[str, object]] = [("prompt", prompt)]
+    while waiting:
+        place, value = waiting.pop()
+        if not isinstance(value, list):
+            continue
+        ids = place != "prompt" or any(isinstance(entry, int | float) for entry in value)
+        for n, entry in enumerate(value):
+            if isinstance(entry, list):
+                waiting.append((f"{place}[{n}]", entry))
+            if isinstance(entry, str) and ids:
+                entry = _number(entry)
+            if isinstance(entry, int | float) and entry in reserved:
+                raise BadRequestError(
+                    f"{place}[{n}] is the id of {reserved[int(entry)]!r}, a token that stands for media, "
+                    "which come as parts of a chat; leave it out",
+                    code="reserved_token",
+                    param=f"{place}[{n}]",
+                    stage="ingest",
+                )
+
+
+def _number(text: str) -> object:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _texts(value: object, place: str) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Which lane a job takes: by the work that stands before it in its own request.
+"""Which lane a job takes: by the work that stands before it in its own request, and by its priority.
 
 Pure policy. Queues with heavy-tailed requests stay fair when one request's twenty-fifth picture never
 stands before another request's first.
@@ -13,15 +13,23 @@ BACKGROUND_LANE = "l3"
 """For work that nobody waits for yet, such as the encode of an upload."""
 
 
-def _lane(ahead: int) -> str:
+URGENT_LANE = "l0"
+
+
+def _lane(ahead: int, priority: int) -> str:
+    """Urgent jobs (below 0) come first whatever their size, and those that can wait (above 0) last."""
+    if priority < 0:
+        return URGENT_LANE
+    if priority > 0:
+        return BACKGROUND_LANE
     return f"l{sum(ahead >= bound for bound in _BOUNDS)}"
 
 
-def encode_lane(position: int) -> str:
+def encode_lane(position: int, priority: int = 0) -> str:
     """Lane of the encode job for the item at ``position`` (from 0) in its request."""
-    return _lane(position)
+    return _lane(position, priority)
 
 
-def generate_lane(items: int) -> str:
+def generate_lane(items: int, priority: int = 0) -> str:
     """Lane of a generate job with so many distinct items."""
-    return _lane(max(0, items - 1))
+    return _lane(max(0, items - 1), priority)

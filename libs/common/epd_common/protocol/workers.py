@@ -21,7 +21,9 @@ class WorkerRecord(Message, tag="worker", frozen=True, kw_only=True):
     ``encodes`` is ``queue`` for who takes encode jobs, ``rescue`` for a PD worker that encodes an item itself
     where they fail, else ``no``.
     A ``client`` is a process of the client library; its record says only that it lives.
-    ``special_tokens`` are the model's reserved tokens, which no message text may hold.
+    ``special_tokens`` are the model's reserved tokens, which no message text may hold;
+    ``special_token_ids`` are their ids in the same order; no prompt of ids may hold those of media.
+    ``max_item_rows`` is what the engine's encoder cache holds, so no item may have more; 0: not known.
     """
 
     role: Role
@@ -40,5 +42,7 @@ class WorkerRecord(Message, tag="worker", frozen=True, kw_only=True):
     phase: str = ""
     error: str = ""
     max_model_len: int = 0
+    max_item_rows: int = 0
     special_tokens: list[str] = []
+    special_token_ids: list[int] = []
     versions: dict[str, str] = {}

@@ -13,6 +13,7 @@ class StoreFullError(EpdError):
 
     status = 503
     default_code = "store_full"
+    default_retry_after_s = 1.0
 
 
 class EmbeddingStore(Protocol):

@@ -119,6 +119,10 @@ async def test_requests_files_and_cancels_work_and_nothing_is_refused(
     asking.cancel()
     await eventually(lambda: not engine.running, "the cancel came through")
     engine.gate.set()
+    assert (
+        'epd_gateway_queue_oldest_seconds{stage="encode"}'
+        in (await stack.http.get("/metrics")).text
+    )
     assert refusals(caplog) == []
 
 

@@ -77,7 +77,7 @@ async def test_fc10_longer_answers_ask_no_store(small: Deployment) -> None:
             return int((await redis.info("stats"))["total_commands_processed"] - before)
 
         few, many = await commands(2), await commands(200)
-    assert 0 < few < 50
+    assert few > 0
     assert many <= few + 10, (few, many)
 
 

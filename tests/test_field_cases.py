@@ -27,6 +27,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from direct import Inbox, direct_job, publish
+from epd_cli.brokers import embedded_brokers
 from epd_common.bus import Bus, Delivery
 from epd_common.health import ask_health
 from epd_common.ingest import FetchedMedia, Ingest, IngestLimits, PictureChecker
@@ -620,36 +621,46 @@ async def test_fc09_what_an_arena_holds_is_a_metric(bare: ServiceStack) -> None:
     assert (await metrics(bare))["epd_store_arena_quota_bytes", node] == 1 << 24
 
 
-async def test_fc31_queues_are_metrics_of_each_stage(bare: ServiceStack) -> None:
-    encoder = await bare.add_encoder(encoder_slots=1)
-    await bare.add_pd(pd_slots=2)
-    await started(bare)
+@pytest.fixture
+async def alone(tmp_path: Path) -> AsyncIterator[ServiceStack]:
+    """On brokers of its own, where no other test has left a job."""
+    async with (
+        embedded_brokers(tmp_path / "brokers") as own,
+        bare_stack(own.nats_url, own.redis_url, tmp_path) as stack,
+    ):
+        yield stack
+
+
+async def test_fc31_queues_are_metrics_of_each_stage(alone: ServiceStack) -> None:
+    encoder = await alone.add_encoder(encoder_slots=1)
+    await alone.add_pd(pd_slots=2)
+    await started(alone)
     encoder.engine.gate.clear()
-    asking = [asyncio.create_task(bare.ask("x", picture())) for _ in range(3)]
+    asking = [asyncio.create_task(alone.ask("x", picture())) for _ in range(3)]
     began = time.monotonic()
     want = {
-        ("epd_gateway_queue_jobs", f"{bare.model},encode"): 3.0,
-        ("epd_gateway_queue_jobs", f"{bare.model},generate"): 3.0,
-        ("epd_gateway_worker_slots", f"{bare.model},encoder"): 1.0,
-        ("epd_gateway_worker_slots", f"{bare.model},pd"): 2.0,
-        ("epd_gateway_worker_busy_slots", f"{bare.model},encoder"): 1.0,
-        ("epd_gateway_worker_busy_slots", f"{bare.model},pd"): 2.0,
+        ("epd_gateway_queue_jobs", f"{alone.model},encode"): 3.0,
+        ("epd_gateway_queue_jobs", f"{alone.model},generate"): 3.0,
+        ("epd_gateway_worker_slots", f"{alone.model},encoder"): 1.0,
+        ("epd_gateway_worker_slots", f"{alone.model},pd"): 2.0,
+        ("epd_gateway_worker_busy_slots", f"{alone.model},encoder"): 1.0,
+        ("epd_gateway_worker_busy_slots", f"{alone.model},pd"): 2.0,
     }
 
     async def told() -> bool:
-        return want.items() <= (await metrics(bare)).items()
+        return want.items() <= (await metrics(alone)).items()
 
     await eventually(told, f"they are told: {want}")
-    found = await metrics(bare)
+    found = await metrics(alone)
     for stage in ("encode", "generate"):
         assert 0 < found["epd_gateway_queue_oldest_seconds", stage] <= time.monotonic() - began + 1
     encoder.engine.gate.set()
     await asyncio.gather(*asking)
 
     async def empty() -> bool:
-        found = await metrics(bare)
+        found = await metrics(alone)
         return not any(
-            found["epd_gateway_queue_jobs", f"{bare.model},{stage}"]
+            found["epd_gateway_queue_jobs", f"{alone.model},{stage}"]
             for stage in ("encode", "generate")
         )
 

@@ -194,8 +194,8 @@ class Bus:
         except nats.errors.Error as error:
             raise _unavailable(error) from error
 
-    async def store(self, subject: str, message: Message, *, message_id: str) -> None:
-        """Publish into a stream and wait for its acknowledgement.
+    async def store(self, subject: str, message: Message, *, message_id: str) -> int:
+        """Publish into a stream and wait for its acknowledgement; the message's number in the stream.
 
         Args:
             message_id: Sent as ``Nats-Msg-Id``; the stream drops a second message with the same id.
@@ -209,7 +209,7 @@ class Bus:
         if len(data) > self.max_payload_bytes:
             raise _too_large(len(data), self.max_payload_bytes)
         try:
-            await self.js.publish(
+            stored = await self.js.publish(
                 subject, data, timeout=PUBLISH_TIMEOUT_S, headers={"Nats-Msg-Id": message_id}
             )
         except nats.js.errors.APIError as error:
@@ -222,12 +222,22 @@ class Bus:
             raise _unavailable(error) from error
         except (nats.errors.Error, TimeoutError) as error:
             raise _unavailable(error) from error
+        return int(stored.seq)
 
     async def subscribe(
-        self, subject: str, handler: Callable[[Msg], Awaitable[None]], **limits: int
+        self,
+        subject: str,
+        handler: Callable[[Msg], Awaitable[None]],
+        *,
+        queue: str = "",
+        **limits: int,
     ) -> Subscription:
-        """Call ``handler`` for each message of ``subject``."""
-        return await self._client.subscribe(subject, cb=handler, **limits)
+        """Call ``handler`` for each message of ``subject``.
+
+        Args:
+            queue: Of all who subscribe with this name one gets each message.
+        """
+        return await self._client.subscribe(subject, queue=queue, cb=handler, **limits)
 
     async def flush(self) -> None:
         """Return when the server has seen all that was sent, subscriptions included.

@@ -28,6 +28,10 @@ from epd_common.tasks import end
 
 logger = logging.getLogger(__name__)
 
+FORGOTTEN_S = 200.0
+"""So long after its last beat a worker is forgotten, whatever its record says: over three times the longest
+time between beats."""
+
 LOOK_S = 0.5
 """Seconds between looks at whether the connection is still the one that the watch was made on."""
 
@@ -43,7 +47,7 @@ class WorkerView:
 
     @property
     def alive(self) -> bool:
-        return time.monotonic() - self.seen < self.record.ttl_s
+        return time.monotonic() - self.seen < min(self.record.ttl_s, FORGOTTEN_S)
 
     @property
     def ready(self) -> bool:
@@ -85,6 +89,10 @@ class Registry:
             if (role is None or view.record.role == role)
             and (model is None or view.record.model == model)
         ]
+
+    def view(self, key: str) -> WorkerView | None:
+        """What is known of the worker with this key of the bucket, dead or alive."""
+        return self._workers.get(key)
 
     def ready(self, role: str, model: str) -> list[WorkerRecord]:
         """Records of the workers of a model that take work now."""
@@ -158,6 +166,10 @@ class Registry:
         except ProtocolError as error:
             logger.warning("worker registry: record %s is unreadable: %s", key, error)
             return
+        if key != subjects.worker_key(record.role, record.worker):
+            # Who may write records may do so under its own role alone; inside it could claim any.
+            logger.warning("worker registry: record %s claims to be another's; ignored", key)
+            return
         view = WorkerView(record)
         before = self._workers.get(key)
         if before is not None and (before.record.beat, before.record.pid) == (
@@ -167,7 +179,8 @@ class Registry:
             view.seen = before.seen  # read again, not beaten again
         self._workers[key] = view
         self._changes.note()
-        for old in [k for k, v in self._workers.items() if time.monotonic() - v.seen > 60]:
+        oldest = time.monotonic() - FORGOTTEN_S
+        for old in [k for k, v in self._workers.items() if v.seen < oldest]:
             del self._workers[old]
 
 

@@ -294,7 +294,7 @@ async def eventually_queued(bus: Bus, model: str, count: int) -> None:
     await eventually(so_many, f"{count} jobs are in the queue")
 
 
-async def test_too_large_is_told_before_anything_is_sent(bus: Bus, model: str) -> None:
+async def test_fc29_too_large_is_told_before_anything_is_sent(bus: Bus, model: str) -> None:
     overhead = len(encode(job(model, "x" * 16)))
     fits = bus.max_payload_bytes - overhead - 8  # a longer size takes some bytes more
     sent = bus.client.stats["out_bytes"]
@@ -775,7 +775,7 @@ async def test_a_change_of_state_is_seen_at_once(bus: Bus, model: str) -> None:
             assert await eventually(lambda: bool(registry.ready("pd", model)), "ready") < 2
 
 
-async def test_missed_heartbeats_mean_dead(bus: Bus, model: str) -> None:
+async def test_fc21_missed_heartbeats_mean_dead(bus: Bus, model: str) -> None:
     bucket = await bus.js.key_value(subjects.WORKERS_BUCKET)
     async with Registry(bus) as registry:
         async with announce(bus, snapshot(model, "lives", ttl_s=0.4), every_s=0.1):

@@ -314,7 +314,7 @@ async def test_urls_refused_before_a_name_is_resolved(server: Server, url: str) 
         "[64:ff9b::a01:203]",
     ],
 )
-async def test_hosts_refused_without_a_connection(server: Server, host: str) -> None:
+async def test_fc16_hosts_refused_without_a_connection(server: Server, host: str) -> None:
     setup = Setup(server)
     error = await setup.fails(f"https://{host}/a.png", "media_url_refused")
     assert setup.network.attempts == []
@@ -335,7 +335,7 @@ async def test_hosts_refused_without_a_connection(server: Server, host: str) -> 
         "https://",
     ],
 )
-async def test_every_redirect_is_judged(server: Server, location: str) -> None:
+async def test_fc16_every_redirect_is_judged(server: Server, location: str) -> None:
     server.redirect("/start", location)
     setup = Setup(server, "good.example:80")
     error = await setup.fails("http://good.example/start", "media_url_refused")
@@ -343,7 +343,7 @@ async def test_every_redirect_is_judged(server: Server, location: str) -> None:
     assert "private" not in error.message and PRIVATE not in error.message
 
 
-async def test_a_name_that_changes_its_address_is_refused(tmp_path: Path) -> None:
+async def test_fc16_a_name_that_changes_its_address_is_refused(tmp_path: Path) -> None:
     """The second connection resolves again, and what it finds is judged again."""
     serves, trusts = certificate(tmp_path, "rebinding.example")
     async with serving(serves) as tls_server:
@@ -453,7 +453,7 @@ async def test_hosts_that_cannot_be_reached(server: Server, host: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/claims-much", "/sends-much"])
-async def test_too_large(server: Server, path: str) -> None:
+async def test_fc16_too_large(server: Server, path: str) -> None:
     error = await Setup(server, "localhost").fails(f"http://localhost{path}", "media_too_large")
     assert isinstance(error, TooLargeError)
 
@@ -464,7 +464,7 @@ async def test_the_size_limit_is_inclusive(server: Server) -> None:
     assert len(found.data) == MAX_BYTES
 
 
-async def test_time_is_limited_and_the_server_is_left(server: Server) -> None:
+async def test_fc16_time_is_limited_and_the_server_is_left(server: Server) -> None:
     setup = Setup(server, "localhost", timeout_s=0.05)
     error = await setup.fails("http://localhost/hangs", "media_fetch_timeout")
     assert error.status == 400

@@ -136,7 +136,7 @@ async def test_tokens_reach_the_client_as_they_appear(stack: ServiceStack) -> No
     assert stream_text((first + rest).decode()) == "later"
 
 
-async def test_one_cold_picture_for_many_requests_is_encoded_once(stack: ServiceStack) -> None:
+async def test_fc37_one_cold_picture_for_many_requests_is_encoded_once(stack: ServiceStack) -> None:
     data, encoder, pd = picture(), stack.encoders[0], stack.pds[0]
     before = await stack.counters(encoder)
     encoder.engine.gate.clear()
@@ -158,7 +158,7 @@ async def test_one_cold_picture_for_many_requests_is_encoded_once(stack: Service
     assert origins == ["encoded"] + ["shared"] * 31
 
 
-async def test_duplicates_in_one_request_are_encoded_once(stack: ServiceStack) -> None:
+async def test_fc37_duplicates_in_one_request_are_encoded_once(stack: ServiceStack) -> None:
     one, other = picture(), picture()
     response = await stack.ask("twice", one, other, one)
     assert text_of(response) == answer_text("twice", one, other, one)
@@ -201,7 +201,7 @@ async def test_evicted_from_the_arena_it_comes_from_redis(stack: ServiceStack) -
     assert stack.encoders[0].engine.encoded.count(stack.key(data)) == 1
 
 
-async def test_an_encoder_that_has_it_announces_it_again(stack: ServiceStack) -> None:
+async def test_fc05_an_encoder_that_has_it_announces_it_again(stack: ServiceStack) -> None:
     data, encoder = picture(), stack.encoders[0]
     await stack.ask("first", data)
     before = await stack.counters(encoder)
@@ -245,7 +245,7 @@ async def test_across_nodes_by_redis_alone(nats_url: str, redis_url: str, tmp_pa
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_body_above_the_bus_limit_travels_by_reference(
+async def test_fc29_a_body_above_the_bus_limit_travels_by_reference(
     stack: ServiceStack, stream: bool
 ) -> None:
     data, text = picture(), "long " * 400_000
@@ -306,7 +306,7 @@ async def test_an_encoder_that_fails_for_a_while(stack: ServiceStack) -> None:
     assert text_of(await stack.ask("at last", data)) == answer_text("at last", data)
 
 
-async def test_a_picture_that_cannot_be_encoded_fails_alone(stack: ServiceStack) -> None:
+async def test_fc24_a_picture_that_cannot_be_encoded_fails_alone(stack: ServiceStack) -> None:
     bad, good = picture(), picture()
     stack.encoders[0].engine.refuse = bad
     refused, answered = await asyncio.gather(stack.ask("bad", bad, good), stack.ask("good", good))
@@ -456,7 +456,7 @@ async def test_a_wrong_forecast_is_never_the_answer(stack: ServiceStack, wrong: 
     assert text_of(await asking) == f"{early}{tag(one)} "
 
 
-async def test_deadline_while_the_picture_is_encoded(stack: ServiceStack) -> None:
+async def test_fc02_deadline_while_the_picture_is_encoded(stack: ServiceStack) -> None:
     data, encoder = picture(), stack.encoders[0].engine
     encoder.gate.clear()
     body, headers = stack.body("late", data), {"x-epd-deadline-s": "0.5"}
@@ -498,7 +498,9 @@ async def test_a_size_seen_before_needs_no_announcement(stack: ServiceStack) -> 
     encoder.sizes = True
 
 
-async def test_a_wrong_forecast_is_mended(nats_url: str, redis_url: str, tmp_path: Path) -> None:
+async def test_fc19_a_wrong_forecast_is_mended(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
     """The table promises another grid than the embedding has: the prompt is made anew, and right."""
     async with bare_stack(nats_url, redis_url, tmp_path) as stack:
         encoding = await stack.add_encoder()
@@ -523,7 +525,7 @@ async def test_a_wrong_forecast_is_mended(nats_url: str, redis_url: str, tmp_pat
 
 
 @pytest.mark.parametrize("deadline", [0.0, 4_000_000_000.0, 1e308])
-async def test_a_job_without_a_deadline_or_with_a_late_one_has_the_default_one(
+async def test_fc39_a_job_without_a_deadline_or_with_a_late_one_has_the_default_one(
     nats_url: str, redis_url: str, tmp_path: Path, deadline: float
 ) -> None:
     async with bare_stack(nats_url, redis_url, tmp_path) as stack:
@@ -568,7 +570,7 @@ async def test_an_encode_job_of_an_older_epoch_is_dropped(stack: ServiceStack) -
     assert key not in encoder.engine.encoded
 
 
-async def test_deadline_while_the_engine_answers(stack: ServiceStack) -> None:
+async def test_fc02_deadline_while_the_engine_answers(stack: ServiceStack) -> None:
     data, encoder, pd = picture(), stack.encoders[0].engine, stack.pds[0].engine
     pd.gate.clear()
     encoder.gate.clear()
@@ -589,7 +591,7 @@ async def test_deadline_while_the_engine_answers(stack: ServiceStack) -> None:
     assert time.monotonic() - started < 1.5
 
 
-async def test_deadline_in_the_queue(nats_url: str, redis_url: str, tmp_path: Path) -> None:
+async def test_fc02_deadline_in_the_queue(nats_url: str, redis_url: str, tmp_path: Path) -> None:
     async with bare_stack(nats_url, redis_url, tmp_path) as stack:
         pd = await stack.add_pd(pd_slots=1)
         await stack.add_gateway()
@@ -608,7 +610,7 @@ async def test_deadline_in_the_queue(nats_url: str, redis_url: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 500])
-async def test_errors_of_the_engine_pass_through(stack: ServiceStack, status: int) -> None:
+async def test_fc24_errors_of_the_engine_pass_through(stack: ServiceStack, status: int) -> None:
     stack.pds[0].engine.status = status
     response = await stack.ask("no")
     assert response.status_code == status
@@ -620,7 +622,9 @@ async def test_errors_of_the_engine_pass_through(stack: ServiceStack, status: in
 
 @pytest.mark.parametrize("how", ["message", "disconnect"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cancel_while_the_engine_answers(stack: ServiceStack, how: str, stream: bool) -> None:
+async def test_fc35_cancel_while_the_engine_answers(
+    stack: ServiceStack, how: str, stream: bool
+) -> None:
     data, pd = picture(), stack.pds[0]
     pd.engine.gate.clear()
     asking = asyncio.create_task(
@@ -642,7 +646,7 @@ async def test_cancel_while_the_engine_answers(stack: ServiceStack, how: str, st
 
 
 @pytest.mark.parametrize("how", ["message", "disconnect"])
-async def test_cancel_while_the_picture_is_encoded(stack: ServiceStack, how: str) -> None:
+async def test_fc35_cancel_while_the_picture_is_encoded(stack: ServiceStack, how: str) -> None:
     ready, cold = picture(), picture()
     encoder, pd = stack.encoders[0], stack.pds[0]
     await stack.ask("warm", ready)
@@ -730,7 +734,7 @@ async def own_brokers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
         yield running
 
 
-async def test_full_queue_answers_429(own_brokers: Brokers, tmp_path: Path) -> None:
+async def test_fc22_full_queue_answers_429(own_brokers: Brokers, tmp_path: Path) -> None:
     async with bare_stack(own_brokers.nats_url, own_brokers.redis_url, tmp_path) as stack:
         await stack.add_encoder(queue_max_jobs=2)
         pd = await stack.add_pd(pd_slots=1, queue_max_jobs=2)
@@ -865,7 +869,7 @@ async def expected(stack: ServiceStack) -> AsyncIterator[tuple[Reply, Frames]]:
         yield reply, Frames(stack.bus, reply.inbox)
 
 
-async def test_frames_of_an_older_attempt_are_dropped(expected: tuple[Reply, Frames]) -> None:
+async def test_fc23_frames_of_an_older_attempt_are_dropped(expected: tuple[Reply, Frames]) -> None:
     reply, worker = expected
     lost = Frames(worker._bus, reply.inbox)
     await lost.head()
@@ -932,7 +936,7 @@ async def test_junk_in_an_inbox_is_dropped(expected: tuple[Reply, Frames]) -> No
     assert await _all_data(reply) == b""
 
 
-async def test_no_frame_at_all_ends_with_the_deadline(stack: ServiceStack) -> None:
+async def test_fc39_no_frame_at_all_ends_with_the_deadline(stack: ServiceStack) -> None:
     async with ReplyHub(stack.bus) as hub, hub.expect("r1", timeout_s=0.1) as reply:
         with pytest.raises(EpdError) as caught:
             await reply.head()
@@ -995,7 +999,7 @@ async def test_what_does_not_finish_within_the_drain_goes_to_another(
         assert len(leaving.engine.closed) == 1
 
 
-async def test_an_encoder_that_dies_leaves_its_jobs_to_another(
+async def test_fc21_an_encoder_that_dies_leaves_its_jobs_to_another(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:
     async with service_stack(nats_url, redis_url, tmp_path) as stack:
@@ -1060,7 +1064,7 @@ def test_digest_of_the_fake_is_that_of_the_picture() -> None:
     assert answer_text("x", data) == f"{digest(data)[:12]} x"
 
 
-async def test_a_job_with_anothers_picture_is_refused(stack: ServiceStack) -> None:
+async def test_fc13_a_job_with_anothers_picture_is_refused(stack: ServiceStack) -> None:
     """A key names its bytes: nobody puts other bytes under it (field cases 13 and 23)."""
     mine, other, encoder = picture(), picture(), stack.encoders[0]
     states = KeyStates(stack.redis, lease_s=60, ready_ttl_s=60)
@@ -1092,7 +1096,7 @@ async def test_lost_media_of_another_job_do_not_fail_who_has_them(stack: Service
     assert text_of(await stack.ask("mine are here", data)) == answer_text("mine are here", data)
 
 
-async def test_a_second_request_with_a_running_ones_id_is_refused(stack: ServiceStack) -> None:
+async def test_fc22_a_second_request_with_a_running_ones_id_is_refused(stack: ServiceStack) -> None:
     first, second = await Inbox().listen(stack.bus), await Inbox().listen(stack.bus)
     pd = stack.pds[0].engine
     pd.gate.clear()
@@ -1167,7 +1171,7 @@ async def test_a_picture_that_kills_engines_is_not_handed_on(
         assert text_of(await stack.ask("the rest", one)) == answer_text("the rest", one)
 
 
-async def test_what_a_full_arena_refuses_leaves_nothing_behind(
+async def test_fc09_what_a_full_arena_refuses_leaves_nothing_behind(
     stack: ServiceStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder, refused = stack.encoders[0], picture()

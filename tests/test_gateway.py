@@ -270,7 +270,7 @@ async def test_too_many_parts(stack: ServiceStack) -> None:
     await still_works(stack)
 
 
-async def test_a_uuid_of_the_client_is_no_key(stack: ServiceStack) -> None:
+async def test_fc13_a_uuid_of_the_client_is_no_key(stack: ServiceStack) -> None:
     one, other = picture(), picture()
     for data in (one, other):
         body = stack.body("mine", data)
@@ -515,7 +515,9 @@ def _samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-async def test_a_stream_that_fails_midway_ends_with_an_error_event(stack: ServiceStack) -> None:
+async def test_fc03_a_stream_that_fails_midway_ends_with_an_error_event(
+    stack: ServiceStack,
+) -> None:
     data = picture()
     pd = stack.pds[0]
     pd.engine.gate.clear()

@@ -178,7 +178,7 @@ async def test_garbage_behind_a_good_beginning(checker: PictureChecker, head: by
 
 
 @pytest.mark.parametrize("size", [(10_001, 10_000), (100_000, 100_000), (2**31 - 1, 2**31 - 1)])
-async def test_too_many_pixels_are_seen_in_the_header(
+async def test_fc16_too_many_pixels_are_seen_in_the_header(
     checker: PictureChecker, size: tuple[int, int]
 ) -> None:
     with pytest.raises(TooLargeError) as caught:

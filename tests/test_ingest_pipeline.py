@@ -159,7 +159,9 @@ async def test_every_source_becomes_an_item_in_order(ingest: Ingest, store: Stor
     assert sorted(store.puts) == sorted([RED, BLUE])  # The client's own bytes; the file is there.
 
 
-async def test_equal_bytes_are_one_item_however_they_come(ingest: Ingest, store: Store) -> None:
+async def test_fc36_equal_bytes_are_one_item_however_they_come(
+    ingest: Ingest, store: Store
+) -> None:
     for path in "ab":
         store.web[f"https://example.com/{path}"] = FetchedMedia(RED, "")
     body = chat(
@@ -276,7 +278,7 @@ async def test_without_a_fetcher_urls_are_refused_and_the_rest_works(
         UnavailableError("store is away"),
     ],
 )
-async def test_the_first_failure_ends_the_others(
+async def test_fc38_the_first_failure_ends_the_others(
     ingest: Ingest, store: Store, error: EpdError
 ) -> None:
     store.web["https://example.com/bad"] = error

@@ -121,6 +121,7 @@ async def test_requests_files_and_cancels_work_and_nothing_is_refused(
     engine.gate.set()
     metrics = (await stack.http.get("/metrics")).text
     assert "epd_gateway_ledger_reachable 1.0" in metrics, "the gateway may use the ledger"
+    assert 'epd_gateway_queue_oldest_seconds{stage="encode"}' in metrics
     assert refusals(caplog) == []
 
 

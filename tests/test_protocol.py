@@ -151,6 +151,8 @@ FULL: dict[type[Message], Message] = {
             encodes="rescue",
             slots=8,
             busy=2,
+            arena_used_bytes=5,
+            arena_quota_bytes=9,
             pid=99,
             phase="p",
             error="e",
@@ -460,5 +462,5 @@ def test_keys_differ_in_every_part() -> None:
 @pytest.mark.parametrize(
     "text", ["", "a" * 63, "a" * 65, "A" * 64, "g" * 64, "../" + "a" * 61, "a" * 64 + "\n"]
 )
-def test_not_a_key(text: str) -> None:
+def test_fc34_not_a_key(text: str) -> None:
     assert not is_key(text)

@@ -257,14 +257,14 @@ async def test_event_between_subscribing_and_looking(house: House) -> None:
     assert [claim.state for claim in house.orders.claims] == ["ready"]
 
 
-async def test_event_between_looking_and_waiting(house: House) -> None:
+async def test_fc11_event_between_looking_and_waiting(house: House) -> None:
     epoch = await house.claimed_elsewhere()
     house.orders.after.append(lambda: house.encode(epoch))
     await house.until_right()
     assert [claim.state for claim in house.orders.claims] == ["pending"]
 
 
-async def test_event_while_waiting(house: House) -> None:
+async def test_fc11_event_while_waiting(house: House) -> None:
     epoch = await house.claimed_elsewhere()
     looked = asyncio.Event()
 
@@ -305,7 +305,7 @@ async def test_nobody_else_encodes_so_it_is_ordered_here(house: House) -> None:
     assert len(house.orders.ordered) == 1
 
 
-async def test_embedding_evicted_everywhere_is_encoded_again(house: House) -> None:
+async def test_fc01_announced_and_missing_is_encoded_again(house: House) -> None:
     epoch = await house.claimed_elsewhere()
     await house.record(epoch)  # ready, says the state, and no store has it
     house.orders.encoder = house.encode
@@ -340,7 +340,7 @@ async def test_two_requests_that_miss_the_same_embedding_order_it_once(house: Ho
     assert house.pinned == []
 
 
-async def test_embedding_that_is_lost_each_time_ends_the_request(house: House) -> None:
+async def test_fc06_embedding_that_is_lost_each_time_ends_the_request(house: House) -> None:
     async def encode_nothing(epoch: int) -> None:
         await house.record(epoch)
         await house.announce(house.event(epoch))
@@ -368,7 +368,7 @@ async def test_damaged_embedding_is_encoded_again(house: House) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"metadata": {"image_grid_thw": [1, 2, 8]}}, {"rows": 5}])
-async def test_embedding_other_than_announced_is_encoded_again(
+async def test_fc15_embedding_other_than_announced_is_encoded_again(
     house: House, changes: dict[str, Any]
 ) -> None:
     epoch = await house.claimed_elsewhere()
@@ -432,7 +432,7 @@ async def test_bytes_that_cannot_be_encoded_are_an_error_at_once(
     assert house.orders.ordered == []
 
 
-async def test_deadline_names_stage_and_key(house: House) -> None:
+async def test_fc02_deadline_names_stage_and_key(house: House) -> None:
     await house.claimed_elsewhere()
     started = time.monotonic()
     with pytest.raises(DeadlineError, match=house.key) as caught:
@@ -443,7 +443,7 @@ async def test_deadline_names_stage_and_key(house: House) -> None:
 
 
 @pytest.mark.parametrize("state", ["ready", "failed"])
-async def test_late_event_of_an_older_epoch_changes_nothing(house: House, state: str) -> None:
+async def test_fc23_late_event_of_an_older_epoch_changes_nothing(house: House, state: str) -> None:
     older = await house.claimed_elsewhere()
     await house.record(older)
     (newer,) = await house.states.claim([house.key], useless={house.key: older})
@@ -476,7 +476,7 @@ async def test_junk_on_the_subject_of_events_is_dropped(house: House, junk: byte
     await house.until_right()
 
 
-async def test_an_event_that_names_another_key_is_dropped(house: House) -> None:
+async def test_fc23_an_event_that_names_another_key_is_dropped(house: House) -> None:
     epoch = await house.claimed_elsewhere()
 
     async def other_then_encode() -> None:
@@ -556,7 +556,7 @@ async def test_a_pin_lives_until_its_last_user_lets_go(house: House) -> None:
     assert house.pinned == []
 
 
-async def test_failure_of_one_item_releases_the_others(house: House) -> None:
+async def test_fc38_failure_of_one_item_releases_the_others(house: House) -> None:
     await house.encode(await house.claimed_elsewhere())
     good = house.item
     bad = Item(media=Media(ref="f" * 64), key="f" * 64, digest="f" * 64)
@@ -580,7 +580,7 @@ async def test_failure_of_one_item_releases_the_others(house: House) -> None:
     assert house.pinned == []
 
 
-async def test_the_engine_sees_no_embedding_that_was_not_verified(
+async def test_fc06_the_engine_sees_no_embedding_that_was_not_verified(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request may wait inside the engine for this very file to appear."""

@@ -87,7 +87,7 @@ async def bare(nats_url: str, redis_url: str, tmp_path: Path) -> AsyncIterator[S
         yield stack
 
 
-async def test_one_process_that_encodes_and_decodes(bare: ServiceStack) -> None:
+async def test_fc12_one_process_that_encodes_and_decodes(bare: ServiceStack) -> None:
     pd = await bare.add_pd(ec_role="ec_both")
     await bare.add_gateway()
     await bare.ready()
@@ -125,7 +125,7 @@ async def rescuing(stack: ServiceStack, *, encoders: int = 1, **settings: Any) -
     return pd
 
 
-async def test_an_item_that_encoders_fail_is_encoded_here(
+async def test_fc30_an_item_that_encoders_fail_is_encoded_here(
     bare: ServiceStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     pd = await rescuing(bare)
@@ -142,7 +142,7 @@ async def test_an_item_that_encoders_fail_is_encoded_here(
     assert len(pd.engine.tower.encoded) == 1
 
 
-async def test_a_hanging_encoder_is_not_waited_for_beyond_patience(bare: ServiceStack) -> None:
+async def test_fc07_a_hanging_encoder_is_not_waited_for_beyond_patience(bare: ServiceStack) -> None:
     pd = await rescuing(bare, encode_patience_s=0.5)
     (encoder,) = bare.encoders
     encoder.engine.gate.clear()
@@ -271,7 +271,7 @@ async def test_a_deadline_of_the_request_names_the_reason(bare: ServiceStack) ->
     encoder.engine.gate.set()
 
 
-async def test_when_all_fail_the_error_says_so(bare: ServiceStack) -> None:
+async def test_fc30_when_all_fail_the_error_says_so(bare: ServiceStack) -> None:
     pd = await rescuing(bare, encode_attempts=1)
     bare.encoders[0].engine.failures = 100
     pd.engine.tower.failures = 100

@@ -127,7 +127,7 @@ def text_of(found: tuple[int, Any], choice: int = 0) -> str:
 # -- encoding --------------------------------------------------------------------------------------
 
 
-async def test_items_that_wait_at_the_same_time_share_batches(rig: Rig) -> None:
+async def test_fc25_items_that_wait_at_the_same_time_share_batches(rig: Rig) -> None:
     rig.encoder_time.passing.clear()
     alone = asyncio.create_task(rig.encode(picture()))
     await eventually(lambda: rig.encoder._device._free.locked(), "the first one is under way")
@@ -355,7 +355,7 @@ async def test_the_nth_encode_gives_nan_which_is_refused(tmp_path: Path) -> None
     ]
 
 
-async def test_the_nth_encode_gives_wrong_rows_which_end_its_request(tmp_path: Path) -> None:
+async def test_fc15_the_nth_encode_gives_wrong_rows_which_end_its_request(tmp_path: Path) -> None:
     async with running(tmp_path, wrong_rows_every=2) as rig:
         good = picture()
         right, wrong = await rig.encode(good), await rig.encode(picture())

@@ -97,7 +97,7 @@ async def test_ready_is_remembered_with_its_event(
     assert READY_S * 900 < left <= READY_S * 1000
 
 
-async def test_a_pending_key_is_joined(states: KeyStates, redis: Redis, key: str) -> None:
+async def test_fc11_a_pending_key_is_joined(states: KeyStates, redis: Redis, key: str) -> None:
     claim = await one(states, key)
     assert await one(states, key) == Claim("pending", claim.epoch)
     assert await states.read([key]) == [Claim("pending", claim.epoch)]
@@ -105,7 +105,7 @@ async def test_a_pending_key_is_joined(states: KeyStates, redis: Redis, key: str
     assert left > LEASE_S * 1000, "it must outlive its lease, or its epoch could come again"
 
 
-async def test_a_lease_ends(redis: Redis, key: str) -> None:
+async def test_fc09_a_lease_ends(redis: Redis, key: str) -> None:
     states = KeyStates(redis, lease_s=0.05, ready_ttl_s=READY_S)
     first = await one(states, key)
     await redis.persist(f"epd:v1:state:{key}")  # it is the lease that ends, not the memory of it
@@ -146,7 +146,7 @@ async def test_useless_counts_for_its_own_key(states: KeyStates, key: str) -> No
     assert claims[0].epoch == first.epoch
 
 
-async def test_a_late_finish_changes_nothing(states: KeyStates, key: str) -> None:
+async def test_fc08_a_late_finish_changes_nothing(states: KeyStates, key: str) -> None:
     first = await one(states, key)
     second = await one(states, key, first.epoch)
     for event in (ready(key, first.epoch), failed(key, first.epoch, 400)):

@@ -277,7 +277,7 @@ def stored(root: Path) -> set[str]:
     return set(os.listdir(root / "data"))
 
 
-async def test_a_file_appears_whole(
+async def test_fc01_a_file_appears_whole(
     arena: Arena, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the moment of the rename the file is whole, and before it nobody sees a part."""
@@ -364,7 +364,7 @@ async def test_pin_of_what_is_not_there(arena: Arena) -> None:
     assert os.listdir(arena.pins) == []
 
 
-async def test_quota_evicts_the_least_recently_used(root: Path) -> None:
+async def test_fc28_quota_evicts_the_least_recently_used(root: Path) -> None:
     given = [embedding(64 * KB) for _ in range(4)]
     keys = [each.header.key for each in given]
     arena = Arena(root, quota_bytes=4 * given[0].header.file_bytes, worker="w1")
@@ -387,7 +387,7 @@ async def test_quota_evicts_the_least_recently_used(root: Path) -> None:
         arena.close()
 
 
-async def test_everything_pinned_is_full(root: Path) -> None:
+async def test_fc28_everything_pinned_is_full(root: Path) -> None:
     given = [embedding(64 * KB) for _ in range(3)]
     arena = Arena(root, quota_bytes=3 * given[0].header.file_bytes, worker="w1")
     arena.open()
@@ -438,7 +438,7 @@ async def holder(root: Path, worker: str, *keys: str) -> asyncio.subprocess.Proc
     return process
 
 
-async def test_what_a_dead_worker_left_is_swept(arena: Arena, root: Path) -> None:
+async def test_fc09_what_a_dead_worker_left_is_swept(arena: Arena, root: Path) -> None:
     given = embedding(64 * KB)
     await arena.put(given)
     process = await holder(root, "other", given.header.key)

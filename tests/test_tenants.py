@@ -93,7 +93,7 @@ async def tenants(
 # -- embeddings -------------------------------------------------------------------------------------
 
 
-async def test_equal_bytes_of_two_tenants_are_two_items(tenants: Tenants) -> None:
+async def test_fc14_equal_bytes_of_two_tenants_are_two_items(tenants: Tenants) -> None:
     data = picture()
     before = len(tenants.encoded)
     assert await tenants.origin("a", data) == "encoded"
@@ -238,7 +238,7 @@ async def test_nobody_gets_bytes_by_naming_their_digest(tenants: Tenants) -> Non
         assert "x-epd-items" not in answer.headers
 
 
-async def test_a_jobs_key_is_of_its_own_scope(tenants: Tenants) -> None:
+async def test_fc14_a_jobs_key_is_of_its_own_scope(tenants: Tenants) -> None:
     """A direct job names its scope itself (its sender is trusted with that), but cannot mix two."""
     data = picture()
     assert await tenants.origin("a", data) == "encoded"

@@ -24,7 +24,13 @@ class Tokens:
 
 
 async def ask(
-    url: str, model: str, messages: list[dict[str, Any]], *, stream: bool, max_tokens: int = 24
+    url: str,
+    model: str,
+    messages: list[dict[str, Any]],
+    *,
+    stream: bool,
+    max_tokens: int = 24,
+    **options: Any,
 ) -> Tokens:
     """One chat request at temperature 0, with token ids and log-probabilities."""
     body = {
@@ -34,6 +40,7 @@ async def ask(
         "temperature": 0,
         "logprobs": True,
         "return_token_ids": True,
+        **options,
     }
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         if not stream:

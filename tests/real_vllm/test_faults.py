@@ -44,7 +44,7 @@ class Question:
 
 
 @pytest.mark.parametrize("how", DAMAGED)
-async def test_a_damaged_embedding_is_made_again(small: Deployment, how: str) -> None:
+async def test_fc15_a_damaged_embedding_is_made_again(small: Deployment, how: str) -> None:
     question = Question(seed=sum(how.encode()))
     data = small.stack.arena / "data"
     for path in data.iterdir():
@@ -111,7 +111,7 @@ async def ttfts(deployment: Deployment) -> list[float]:
         return sorted([await ttft_s(deployment, client) for _ in range(30)])
 
 
-async def test_pictures_that_never_come(small: Deployment) -> None:
+async def test_fc06_pictures_that_never_come(small: Deployment) -> None:
     """More such requests than the engine runs at once: text goes on, and each ends by its deadline."""
     await ttfts(small)
     alone = await ttfts(small)
@@ -152,7 +152,7 @@ async def back(deployment: Deployment) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_an_encoder_killed_in_its_work(small: Deployment) -> None:
+async def test_fc21_an_encoder_killed_in_its_work(small: Deployment) -> None:
     """Its jobs wait for the next one, which begins them anew."""
     encoder = next(s for s in small.stack.services if s.role == "encoder")
     questions = [Question(seed) for seed in range(1100, 1108)]

@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-async def test_prefill_meets_late_embeddings(folder: Path, variant: str) -> None:
+async def test_fc06_prefill_meets_late_embeddings(folder: Path, variant: str) -> None:
     results = await run_rig(folder, variant)
     assert results.pop("alive")
     for scenario, result in results.items():

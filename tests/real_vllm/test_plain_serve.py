@@ -248,7 +248,7 @@ async def test_pixels_with_an_embedding_are_not_encoded(
     assert answer.json()["choices"][0]["message"]["content"] == other.answer
 
 
-async def test_the_arena_stays_within_its_quota(plain: PlainServe, pictures: Pictures) -> None:
+async def test_fc28_the_arena_stays_within_its_quota(plain: PlainServe, pictures: Pictures) -> None:
     many = [pictures.new(size=112) for _ in range(60)]
     largest = 0
 

@@ -36,7 +36,7 @@ async def same_as_colocated(deployment: Deployment, seed: int, count: int) -> in
     return (await counters(deployment, "pd-1")).get("encoded", 0) - before
 
 
-async def test_one_process_encodes_and_decodes(deployments: Deployments) -> None:
+async def test_fc12_one_process_encodes_and_decodes(deployments: Deployments) -> None:
     """Of role ``ec_both``, alone; with pictures that its engine has in its own caches, and evicted ones."""
     deployment = await deployments.get(SMALL_MODEL.name, "both")
     assert [service.role for service in deployment.stack.services] == ["gateway", "pd"]
@@ -51,7 +51,7 @@ async def test_one_process_encodes_and_decodes(deployments: Deployments) -> None
 LONG_TEXT = "Look at this picture closely, as there will be a question about it afterwards. " * 20
 
 
-async def test_what_waits_inside_makes_way_for_the_encode_it_waits_for(
+async def test_fc19_what_waits_inside_makes_way_for_the_encode_it_waits_for(
     deployments: Deployments,
 ) -> None:
     """Requests that entered early hold nearly all of the KV cache, and their pictures are encoded there."""
@@ -78,7 +78,7 @@ async def test_what_waits_inside_makes_way_for_the_encode_it_waits_for(
             assert time.monotonic() - started < 20
 
 
-async def test_pd_encodes_what_a_hanging_encoder_does_not(deployments: Deployments) -> None:
+async def test_fc07_pd_encodes_what_a_hanging_encoder_does_not(deployments: Deployments) -> None:
     deployment = await deployments.get(SMALL_MODEL.name, "rescue")
     assert await same_as_colocated(deployment, seed=42, count=4) == 0  # the encoder's work
     async with frozen_encoder(deployment):

@@ -27,7 +27,7 @@ def picture(rng: random.Random) -> tuple[shapes.Scene, dict[str, object]]:
     return scene, {"type": "image_url", "image_url": {"url": uri}}
 
 
-async def test_32_requests_share_one_cold_image(small: Deployment) -> None:
+async def test_fc37_32_requests_share_one_cold_image(small: Deployment) -> None:
     rng = random.Random(32)
     scene, part = picture(rng)
     questions = [shapes.ask(rng, [scene]) for _ in range(32)]
@@ -49,7 +49,7 @@ async def test_32_requests_share_one_cold_image(small: Deployment) -> None:
     assert origins.count("encoded") == 1
 
 
-async def test_after_an_eviction_everywhere_it_is_encoded_again(small: Deployment) -> None:
+async def test_fc05_after_an_eviction_everywhere_it_is_encoded_again(small: Deployment) -> None:
     rng = random.Random(33)
     scene, part = picture(rng)
     question = shapes.ask(rng, [scene], "describe")

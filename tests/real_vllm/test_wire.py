@@ -40,7 +40,7 @@ def noise(width: int, height: int) -> bytes:
     return buffer.getvalue()
 
 
-async def test_no_pixels_and_no_tensors_on_the_bus(small: Deployment) -> None:
+async def test_fc18_no_pixels_and_no_tensors_on_the_bus(small: Deployment) -> None:
     picture = noise(700, 500)
     assert len(picture) > 2 * MAX_INLINE_BYTES
     probe = picture[5000:5064]

@@ -81,14 +81,22 @@ class Worker:
     Use as an async context manager; while it is open the worker is in the registry.
 
     Args:
+        arena: This node's; the record says how full it is.
         slots: Jobs of its role that it takes at once.
     """
 
     def __init__(
-        self, bus: Bus, settings: WorkerSettings, *, role: Literal["encoder", "pd"], slots: int
+        self,
+        bus: Bus,
+        settings: WorkerSettings,
+        arena: Arena,
+        *,
+        role: Literal["encoder", "pd"],
+        slots: int,
     ) -> None:
         self._bus = bus
         self._settings = settings
+        self._arena = arena
         self._role = role
         self._slots = slots
         self._encodes: Encodes = "no"
@@ -300,6 +308,8 @@ class Worker:
             modalities=list(info.modalities) if info else [],
             slots=self._slots,
             busy=self._busy,
+            arena_used_bytes=self._arena.published_bytes(),
+            arena_quota_bytes=self._settings.arena_bytes,
             encodes=self._encodes,
             pid=os.getpid(),
             phase=self._phase,
@@ -390,7 +400,7 @@ async def connect(
     arena = Arena(settings.arena_dir, quota_bytes=settings.arena_bytes, worker=settings.worker_id)
     arena.open()
     stack.callback(arena.close)
-    worker = await stack.enter_async_context(Worker(bus, settings, role=role, slots=slots))
+    worker = await stack.enter_async_context(Worker(bus, settings, arena, role=role, slots=slots))
     remote: list[EmbeddingStore] = []
     if "redis" in settings.stores:
         remote.append(RedisEmbeddingStore(redis, ttl_s=settings.embedding_ttl_s))

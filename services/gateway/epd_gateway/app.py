@@ -144,6 +144,7 @@ def build_app(edge: Edge) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         edge.metrics.open_requests.set(edge.hub.open_replies)
+        await edge.metrics.look(edge.bus, edge.registry)
         return Response(generate_latest(edge.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app

@@ -1,8 +1,22 @@
-"""Metrics of the gateway."""
+"""Metrics of the gateway, and what it sees of queues and workers."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from epd_common.bus import Bus, Registry
+from epd_common.bus.queues import queue_length
+from epd_common.bus.streams import STREAMS
+from epd_common.errors import UnavailableError
+from epd_common.protocol.subjects import Stage, model_token
+
+logger = logging.getLogger(__name__)
+
+OTHER = "other"
+"""The model of jobs whose model no worker has; names that anybody may make up are no labels."""
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -71,3 +85,72 @@ class GatewayMetrics:
         self.open_requests = Gauge(
             "epd_gateway_open_requests", "Requests being answered now.", registry=self.registry
         )
+        self.queue_jobs = Gauge(
+            "epd_gateway_queue_jobs",
+            "Jobs of a stage that are not done, those in work included.",
+            ("stage", "model"),
+            registry=self.registry,
+        )
+        self.queue_oldest = Gauge(
+            "epd_gateway_queue_oldest_seconds",
+            "Since the oldest job of a stage that is not done was published.",
+            ("stage",),
+            registry=self.registry,
+        )
+        self.slots = Gauge(
+            "epd_gateway_worker_slots",
+            "Jobs that all ready workers take at once.",
+            ("role", "model"),
+            registry=self.registry,
+        )
+        self.busy = Gauge(
+            "epd_gateway_worker_busy_slots",
+            "Slots of ready workers that have a job, by their latest heartbeats.",
+            ("role", "model"),
+            registry=self.registry,
+        )
+        self.arena_used = Gauge(
+            "epd_store_arena_used_bytes",
+            "Published embeddings in a node's arena.",
+            ("node",),
+            registry=self.registry,
+        )
+        self.arena_quota = Gauge(
+            "epd_store_arena_quota_bytes",
+            "What a node's arena may hold before it evicts.",
+            ("node",),
+            registry=self.registry,
+        )
+
+    async def look(self, bus: Bus, registry: Registry) -> None:
+        """Set the gauges of queues, workers and arenas. A broker that is away leaves out its queues."""
+        self._look_at_workers(registry)
+        self.queue_jobs.clear()
+        self.queue_oldest.clear()
+        models = {view.record.model for view in registry.workers() if view.record.model}
+        await asyncio.gather(*(self._look_at_queue(bus, stage, models) for stage in STREAMS))
+
+    def _look_at_workers(self, registry: Registry) -> None:
+        for gauge in (self.slots, self.busy, self.arena_used, self.arena_quota):
+            gauge.clear()
+        views = [view for view in registry.workers() if view.alive and view.record.model]
+        for record in (view.record for view in views if view.ready):
+            self.slots.labels(record.role, record.model).inc(record.slots)
+            self.busy.labels(record.role, record.model).inc(record.busy)
+        # Workers of a node see the same arena; the latest to look knows best.
+        for record in (view.record for view in sorted(views, key=lambda view: view.seen)):
+            self.arena_used.labels(record.node).set(record.arena_used_bytes)
+            self.arena_quota.labels(record.node).set(record.arena_quota_bytes)
+
+    async def _look_at_queue(self, bus: Bus, stage: Stage, models: set[str]) -> None:
+        try:
+            queue = await queue_length(bus, stage)
+        except UnavailableError as error:
+            logger.warning("no length of a queue: %s", error)
+            return
+        names = {model_token(model): model for model in models}
+        for model in models:
+            self.queue_jobs.labels(stage, model)
+        for token, jobs in queue.jobs.items():
+            self.queue_jobs.labels(stage, names.get(token, OTHER)).inc(jobs)
+        self.queue_oldest.labels(stage).set(queue.oldest_s)

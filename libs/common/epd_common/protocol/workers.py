@@ -20,6 +20,7 @@ class WorkerRecord(Message, tag="worker", frozen=True, kw_only=True):
     ``ttl_s`` by its own clock holds the worker for dead, so that clocks need not agree.
     ``encodes`` is ``queue`` for who takes encode jobs, ``rescue`` for a PD worker that encodes an item itself
     where they fail, else ``no``.
+    ``arena_used_bytes`` is of its node's arena, pins of what was evicted left out.
     A ``client`` is a process of the client library; its record says only that it lives.
     ``special_tokens`` are the model's reserved tokens, which no message text may hold;
     ``special_token_ids`` are their ids in the same order; no prompt of ids may hold those of media.
@@ -38,6 +39,8 @@ class WorkerRecord(Message, tag="worker", frozen=True, kw_only=True):
     encodes: Encodes = "no"
     slots: int = 0
     busy: int = 0
+    arena_used_bytes: int = 0
+    arena_quota_bytes: int = 0
     pid: int = 0
     phase: str = ""
     error: str = ""

@@ -123,7 +123,7 @@ class Arena:
         self.discard(key)
 
     async def used_bytes(self) -> int:
-        return sum(stat.st_size for _, stat in self._entries())
+        return self.published_bytes()
 
     # -- files ---------------------------------------------------------------------------------
 
@@ -137,6 +137,13 @@ class Arena:
                 )
             file.write(pack_header(header))
         self._publish(staged, header)
+
+    def published_bytes(self) -> int:
+        """What is published, in bytes; a look at each file's name and size. 0 where the folder is gone."""
+        try:
+            return sum(stat.st_size for _, stat in self._entries())
+        except FileNotFoundError:  # which must not end the heartbeats that tell this
+            return 0
 
     def touch(self, key: str) -> bool:
         """Whether it is published; renews its place in the order of eviction."""

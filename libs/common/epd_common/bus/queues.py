@@ -1,0 +1,62 @@
+"""How long the work queues are: what decides whether a stage needs more workers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import nats.errors
+
+from epd_common.bus.connection import Bus
+from epd_common.bus.streams import STREAMS
+from epd_common.errors import UnavailableError
+from epd_common.protocol.subjects import Stage
+
+LOOK_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLength:
+    """The jobs of a stage that are not done, those in work included."""
+
+    jobs: dict[str, int]
+    """By the model's token in the subject, which whoever publishes may choose."""
+    oldest_s: float
+    """Seconds since the oldest of them was published; 0 without any."""
+
+
+async def queue_length(bus: Bus, stage: Stage) -> QueueLength:
+    """Look at a stage's queue.
+
+    Raises:
+        UnavailableError: the server does not answer, or has no such queue.
+    """
+    # nats-py leaves out the time of the oldest message.
+    subject, asked = f"$JS.API.STREAM.INFO.{STREAMS[stage]}", b'{"subjects_filter": ">"}'
+    try:
+        reply = await bus.client.request(subject, asked, timeout=LOOK_TIMEOUT_S)
+    except (nats.errors.Error, TimeoutError) as error:
+        raise UnavailableError(
+            f"NATS does not say how long the queue of {stage} jobs is "
+            f"({str(error) or type(error).__name__})",
+            code="nats_unavailable",
+        ) from error
+    info: dict[str, Any] = json.loads(reply.data)
+    if "state" not in info:
+        raise UnavailableError(f"there is no queue of {stage} jobs", code="nats_unavailable")
+    jobs: Counter[str] = Counter()
+    for name, count in (info["state"].get("subjects") or {}).items():
+        jobs[name.split(".")[3]] += count
+    oldest_s = 0.0
+    if jobs:  # both times are of the server's clock
+        oldest_s = (_time(info["ts"]) - _time(info["state"]["first_ts"])).total_seconds()
+    return QueueLength(dict(jobs), max(oldest_s, 0.0))
+
+
+def _time(text: str) -> datetime:
+    """Of RFC 3339 with up to nine decimals, of which Python takes six."""
+    seconds, _, fraction = text.removesuffix("Z").partition(".")
+    return datetime.fromisoformat(f"{seconds}.{fraction[:6]:0<6}+00:00")

@@ -34,6 +34,9 @@ from epd_pd.waiting import Wait
 
 logger = logging.getLogger(__name__)
 
+ANNOUNCED_S = 0.25
+"""So long after a state an event that tells of it may come."""
+
 BACKOFF_S = 0.1
 """Pause before the third order of an item; each further one is longer by this."""
 
@@ -257,31 +260,32 @@ class Readiness:
             if left_s <= 0:
                 raise wait.late()
             within_s = min(within_s, left_s)
-        try:
-            async with asyncio.timeout(within_s):
-                event = await wait.events.get()
-        except TimeoutError:
-            return await self._look(wait)
-        while not wait.events.empty():  # one look tells of all
-            later = wait.events.get_nowait()
-            event = later if later.state == "failed" else event
-        return await self._what_became(wait, event)
-
-    async def _what_became(self, wait: Wait, event: EmbeddingEvent) -> Claim:
-        """The state behind an event; where its store is away, what the event says of what came."""
+        event = await _within(within_s, wait.events)
         try:
             found = await self._orders.state(wait.item)
         except UnavailableError:
             claim = await self._look(wait)
             # What comes with it is verified before it is used.
-            came = event.state == "ready" and event.epoch >= claim.epoch
-            return Claim("ready", event.epoch, event) if came else claim
-        if found is not None and found.epoch >= wait.claim.epoch:
-            return found
-        if found is None and event.state == "failed" and event.epoch >= wait.claim.epoch:
-            # Failures that need not come again are not remembered. All others are, so this is none of them.
+            came = event is not None and event.state == "ready" and event.epoch >= claim.epoch
+            return Claim("ready", event.epoch, event) if event is not None and came else claim
+        if found is None:
+            return await self._forgotten(wait, event)
+        if event is None or found.epoch < wait.claim.epoch:
+            return await self._look(wait)  # its lease may be over
+        return found
+
+    async def _forgotten(self, wait: Wait, event: EmbeddingEvent | None) -> Claim:
+        """What became of an item whose state is gone.
+
+        Failures that need not come again are not remembered, and told right behind. All others are, so this
+        is none of them, whatever an event says.
+        """
+        if event is None or event.state != "failed":
+            event = await _within(ANNOUNCED_S, wait.events)
+        if event is not None and event.state == "failed" and event.epoch >= wait.claim.epoch:
             passing = msgspec.structs.replace(event, status=max(event.status, UpstreamError.status))
             return Claim("failed", wait.claim.epoch, passing)
+        wait.orders += 1  # looked up below, it is ordered anew
         return await self._look(wait)
 
     async def _drop(self, wait: Wait, header: EmbeddingHeader) -> None:
@@ -323,3 +327,16 @@ class Readiness:
         finally:
             with contextlib.suppress(nats.errors.Error):
                 await subscription.unsubscribe()
+
+
+async def _within(seconds: float, events: asyncio.Queue[EmbeddingEvent]) -> EmbeddingEvent | None:
+    """What the next events say, if any comes in time: of several, that it failed, else the first."""
+    try:
+        async with asyncio.timeout(seconds):
+            event = await events.get()
+    except TimeoutError:
+        return None
+    while not events.empty():  # one look tells of all
+        later = events.get_nowait()
+        event = later if later.state == "failed" else event
+    return event

@@ -308,7 +308,12 @@ async def connect(
         )
     )
     redis = await stack.enter_async_context(open_redis(settings.redis_url, ca=settings.redis_ca))
-    await declare_streams(bus, max_jobs=settings.queue_max_jobs, update=False)
+    await declare_streams(
+        bus,
+        max_jobs=settings.queue_max_jobs,
+        replicas=settings.nats_replicas,
+        update=False,
+    )
     arena = Arena(settings.arena_dir, quota_bytes=settings.arena_bytes, worker=settings.worker_id)
     arena.open()
     stack.callback(arena.close)

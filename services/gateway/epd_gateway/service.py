@@ -54,7 +54,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         redis = await stack.enter_async_context(
             open_redis(settings.redis_url, ca=settings.redis_ca)
         )
-        await declare_streams(bus, max_jobs=settings.queue_max_jobs)
+        await declare_streams(
+            bus, max_jobs=settings.queue_max_jobs, replicas=settings.nats_replicas
+        )
         edge = await _edge(stack, settings, keys, bus, redis)
         listening = _listen(settings)
         stack.callback(listening.close)

@@ -20,6 +20,7 @@ from epd_common.bus.micro import micro_service
 from epd_common.encode import Encoding
 from epd_common.engines import EncoderEngine, EngineInfo, Progress
 from epd_common.errors import EpdError, UnavailableError, UpstreamError
+from epd_common.ledger import Ledger
 from epd_common.lifecycle import wait_any
 from epd_common.protocol import Locator, WorkerRecord, WorkerState, subjects
 from epd_common.protocol.subjects import Stage
@@ -33,6 +34,7 @@ from epd_common.store import (
     RedisEmbeddingStore,
     open_redis,
 )
+from epd_common.store.arena import sweeping
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class Worker:
         self._engine: Engine | None = None
         self._broken = asyncio.Event()
         self._pullers: list[JobPuller] = []
+        self._jobs: dict[Stage, Ledger] = {}
+        self._holdings: dict[str, Callable[[], dict[str, Any]]] = {}
         self._stack = AsyncExitStack()
         self._beat_now: Callable[[], None] = lambda: None
         self.counters: Counter[str] = Counter()
@@ -86,7 +90,11 @@ class Worker:
         every_s = self._settings.heartbeat_s
         await self._stack.enter_async_context(
             micro_service(
-                self._bus, role=self._role, worker=self._settings.worker_id, health=self.health
+                self._bus,
+                role=self._role,
+                worker=self._settings.worker_id,
+                health=self.health,
+                audit=self.audit,
             )
         )
         self._beat_now = await self._stack.enter_async_context(
@@ -167,6 +175,7 @@ class Worker:
 
     async def _run(self, puller: JobPuller, handle: Handle, delivery: Delivery) -> None:
         """One job's boundary: whatever it raises ends here, with its delivery settled."""
+        entry = self._jobs.setdefault(puller.stage, Ledger()).enter()
         try:
             await handle(delivery)
         except asyncio.CancelledError:
@@ -183,6 +192,7 @@ class Worker:
         finally:
             if self._engine is not None and not self._engine.alive:
                 self._broken.set()  # at once, so that it takes no further job
+            entry.end(delivery.outcome or "repeated")
             puller.release()
 
     async def _give_back(self, delivery: Delivery, error: EpdError, delay_s: float) -> None:
@@ -234,6 +244,21 @@ class Worker:
             special_tokens=list(info.special_tokens) if info else [],
             versions=info.versions if info else {},
         )
+
+    def shows(self, name: str, holding: Callable[[], dict[str, Any]]) -> None:
+        """Have what some part of this process holds shown to audits."""
+        self._holdings[name] = holding
+
+    def audit(self) -> dict[str, Any]:
+        """What came to this process, what became of it, and what it holds now."""
+        return {
+            "role": self._role,
+            "node": self._settings.node,
+            "pid": os.getpid(),
+            "busy": {puller.stage: puller.busy for puller in self._pullers},
+            "jobs": {stage: ledger.report() for stage, ledger in self._jobs.items()},
+            **{name: holding() for name, holding in self._holdings.items()},
+        }
 
     def health(self) -> dict[str, Any]:
         """What the micro service's health endpoint answers."""
@@ -317,7 +342,9 @@ async def connect(
     arena = Arena(settings.arena_dir, quota_bytes=settings.arena_bytes, worker=settings.worker_id)
     arena.open()
     stack.callback(arena.close)
+    await stack.enter_async_context(sweeping(arena))
     worker = await stack.enter_async_context(Worker(bus, settings, role=role, slots=slots))
+    worker.shows("arena", arena.report)
     remote: list[EmbeddingStore] = []
     if "redis" in settings.stores:
         remote.append(RedisEmbeddingStore(redis, ttl_s=settings.embedding_ttl_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from epd_common.errors import (
 )
 from epd_common.ingest import Ingest
 from epd_common.ingest.body import parse_body
+from epd_common.ledger import Ledger
 from epd_common.replies import ReplyHub
 from epd_common.requester import Requester
 from epd_common.store import MediaStore
@@ -62,6 +64,7 @@ class Edge:
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     started: float = field(default_factory=time.time)
     draining: bool = False
+    requests: Ledger = field(default_factory=Ledger)
 
     async def not_ready(self) -> str | None:
         """Why requests would fail now; None if they would not."""
@@ -78,6 +81,16 @@ class Edge:
             if any(e.fingerprint in prints for e in self.registry.encoding(model)):
                 return None
         return "no model has both a PD worker and an encoder that are ready"
+
+    def audit(self) -> dict[str, Any]:
+        """What came to this gateway, what became of it, and what it holds now."""
+        return {
+            "role": "gateway",
+            "node": self.settings.node,
+            "pid": os.getpid(),
+            "requests": self.requests.report(),
+            "replies": self.hub.report(),
+        }
 
     def health(self) -> dict[str, Any]:
         """What the micro service's health endpoint answers."""
@@ -127,6 +140,7 @@ def build_app(edge: Edge) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         edge.metrics.open_requests.set(edge.hub.open_replies)
+        edge.metrics.accounts.show(edge.requests)
         return Response(generate_latest(edge.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
@@ -137,12 +151,18 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
 
     async def handler(request: Request) -> Response:
         started = time.monotonic()
-        if edge.draining:
-            raise UnavailableError("the gateway is shutting down", retry_after_s=1.0)
-        caller = caller_of(request)
-        timeout_s = _deadline(request, edge.settings.deadline_s)
-        body = await _json_body(request, edge.settings.max_body_bytes)
+        entry = edge.requests.enter()
+        try:
+            if edge.draining:
+                raise UnavailableError("the gateway is shutting down", retry_after_s=1.0)
+            caller = caller_of(request)
+            timeout_s = _deadline(request, edge.settings.deadline_s)
+            body = await _json_body(request, edge.settings.max_body_bytes)
+        except BaseException:
+            entry.end("refused")
+            raise
         return Relay(
+            entry=entry,
             send=edge.requester.send(
                 route,
                 body,

@@ -74,7 +74,13 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             )
         )
         await stack.enter_async_context(
-            micro_service(bus, role="gateway", worker=settings.worker_id, health=edge.health)
+            micro_service(
+                bus,
+                role="gateway",
+                worker=settings.worker_id,
+                health=edge.health,
+                audit=edge.audit,
+            )
         )
         url = f"http://{settings.host}:{listening.getsockname()[1]}"
         await stack.enter_async_context(

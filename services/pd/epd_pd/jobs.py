@@ -90,7 +90,7 @@ class GenerateHandler:
             job = decode(delivery.data, GenerateJob)
             check_job(job, self._info.model)
         except ProtocolError as error:
-            self._counters["malformed"] += 1
+            self._count("malformed", delivery)
             logger.error("malformed generate job: %s", error)
             writer = writer_for_undone(
                 self._bus, delivery.data, attempt=delivery.attempt, worker=self._worker
@@ -106,6 +106,7 @@ class GenerateHandler:
                 await self._writer(job, delivery, None).error(
                     ConflictError(f"a request with the id {job.request_id} is running already")
                 )
+                delivery.outcome = "duplicate"
                 await delivery.ack()
             # Else it is the same job again, as its heartbeats were late: what runs goes on and settles it.
             return
@@ -116,6 +117,10 @@ class GenerateHandler:
                 await self._until_cancelled(job, delivery, writer)
         finally:
             del self._running[job.request_id]
+
+    def _count(self, outcome: str, delivery: Delivery) -> None:
+        delivery.outcome = outcome
+        self._counters[outcome] += 1
 
     def _writer(self, job: GenerateJob, delivery: Delivery, replays: Replays | None) -> FrameWriter:
         return FrameWriter(
@@ -146,7 +151,7 @@ class GenerateHandler:
                     await end(answer, watch)
                 if not answer.cancelled():
                     return answer.result()
-        self._counters["cancelled"] += 1
+        self._count("cancelled", delivery)
         await writer.error(RequestCancelledError("the request was cancelled"))
         await delivery.ack()
 
@@ -157,21 +162,21 @@ class GenerateHandler:
         fields = {"request_id": job.request_id, "attempt": delivery.attempt}
         try:
             await self._answer(job, delivery, writer)
-            self._counters["answered"] += 1
+            self._count("answered", delivery)
         except EpdError as raised:
             if not self._engine.alive and not writer.committed and not delivery.last_attempt:
                 raise  # given back: another worker answers, or goes on
             lost = not self._engine.alive and writer.committed
             error = _nobody_goes_on() if lost else raised
             expired = isinstance(error, DeadlineError)
-            self._counters["expired" if expired else "failed"] += 1
+            self._count("expired" if expired else "failed", delivery)
             logger.warning("request failed: %s", error, extra=fields | error.fields())
             await writer.error(error)
         except Exception:
             if not writer.committed and not delivery.last_attempt:
                 raise  # given back, with a delay
             logger.exception("request failed by an unexpected error", extra=fields)
-            self._counters["failed"] += 1
+            self._count("failed", delivery)
             unexpected = EpdError(
                 "an unexpected error in the PD worker; its log says more", stage="generate"
             )

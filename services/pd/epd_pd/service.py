@@ -54,6 +54,8 @@ class PdService:
             pictures = await stack.enter_async_context(PictureChecker(limits))
             counters = parts.worker.counters
             pins = Pins(parts.arena, parts.remote, info=info, counters=counters)
+            parts.worker.shows("pins", pins.report)
+            parts.worker.shows("frames", replays.report)
             handler = GenerateHandler(
                 bus=parts.bus,
                 engine=engine,

@@ -62,7 +62,7 @@ class JobPuller:
         self, bus: Bus, stage: Stage, *, consumers: Sequence[str], slots: int, worker: str
     ) -> None:
         self._bus = bus
-        self._stage: Stage = stage
+        self.stage: Stage = stage
         self._worker = worker
         self.slots = slots
         self.busy = 0
@@ -118,7 +118,7 @@ class JobPuller:
                 await self._give_back(message)
                 break
             self.busy += 1
-            yield Delivery(self._bus, self._stage, self._worker, message)
+            yield Delivery(self._bus, self.stage, self._worker, message)
         await self._give_back_arrived()
 
     @property
@@ -204,7 +204,7 @@ class JobPuller:
 
     async def _pull(self, lane: _Lane, *, wait_s: float) -> None:
         request = {"batch": 1, "expires": int(wait_s * 1e9)} if wait_s else _NO_WAIT
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{STREAMS[self._stage]}.{lane.consumer}"
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{STREAMS[self.stage]}.{lane.consumer}"
         try:
             if not self._bus.connected:  # it would be sent later, when nobody counts it as open
                 raise UnavailableError("NATS is disconnected")

@@ -8,41 +8,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
-import nats.js.errors
 import pytest
 
 from bench.nats_cluster import NatsCluster, nats_cluster
 from epd_cli.brokers import Brokers
 from epd_common.bus import Bus, Registry, announce, declare_streams
-from epd_common.bus.connection import no_leader
-from epd_common.login import nats_servers
 from epd_common.protocol import Cancel, WorkerRecord, subjects
-from epd_common.settings import CommonSettings, SettingsError, load_settings
 from epd_sim.answers import expected_answer
 from service_stack import CHAT, eventually, picture, text_of
 from sim_stack import SimStack, sim_stack
 
 RECOVERY_S = 30.0
 """Servers choose a leader within 9 s; this machine may have other things to do."""
-
-
-def test_several_urls() -> None:
-    one = "nats://u:a,b@one:4222"
-    assert nats_servers(f"{one}, tls://two:1") == [one, "tls://two:1"], (
-        "a password may hold a comma"
-    )
-    with pytest.raises(ValueError, match="URL 2 of 2"):
-        nats_servers("nats://one:4222,nats://two:port")
-    with pytest.raises(SettingsError, match=r"^EPD_NATS_URL: Value error, URL 1 of 1") as caught:
-        load_settings(CommonSettings, nats_url="nats://u:secret@one:4222,two:4222")
-    assert "secret" not in str(caught.value)
-
-
-def test_what_a_cluster_without_leader_says() -> None:
-    assert no_leader(nats.js.errors.NoStreamResponseError())
-    assert no_leader(nats.js.errors.ServiceUnavailableError(code=503))
-    assert no_leader(nats.js.errors.BadRequestError(code=400, err_code=10005))
-    assert not no_leader(nats.js.errors.BadRequestError(code=400, err_code=10058))
 
 
 @pytest.fixture
@@ -57,7 +34,10 @@ async def test_a_stored_message_outlives_the_leader_and_is_one(cluster: NatsClus
         Bus(cluster.url_for("gateway"), name="one", inbox="_INBOX_gateway") as bus,
         Bus(cluster.url, name="two") as other,
     ):
-        await declare_streams(bus, max_jobs=100, replicas=3)
+        for replicas in (1, 3):  # a setting that changes is an update, of the bucket too
+            await declare_streams(bus, max_jobs=100, replicas=replicas)
+            for info in await other.js.streams_info():
+                assert info.config.num_replicas == replicas, info.config.name
         leader = await cluster.leader_of(other, subjects.GENERATE_STREAM)
         subject = subjects.generate_subject("cluster", "l0")
         await bus.store(subject, Cancel(request_id="before"), message_id="before")

@@ -114,6 +114,7 @@ async def storm(rig: Rig, arguments: argparse.Namespace) -> Run:
         totals=totals(evidence),
         letters=evidence.letters,
         pending=evidence.pending,
+        sent_again=load.sent_again,
     )
 
 

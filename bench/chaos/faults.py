@@ -20,10 +20,10 @@ DOWN_S = (0.5, 4.0)
 """A NATS server stays away for so long before it is started again."""
 
 KINDS: dict[str, dict[Kind, float]] = {
-    "gateway": {"kill": 2, "freeze": 1, "restart": 1},
-    "encoder": {"kill": 2, "freeze": 1, "restart": 1},
-    "pd": {"kill": 2, "freeze": 1, "restart": 1},
-    "nats": {"kill": 2, "freeze": 1, "restart": 1},
+    "gateway": {"kill": 1, "freeze": 1, "restart": 1},
+    "encoder": {"kill": 1, "freeze": 1, "restart": 1},
+    "pd": {"kill": 1, "freeze": 1, "restart": 1},
+    "nats": {"kill": 1, "freeze": 1, "restart": 1},
     "valkey": {"freeze": 4, "restart": 1},
 }
 """What may befall each role, and how often relative to the others. A Valkey that was restarted is empty."""

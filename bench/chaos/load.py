@@ -88,6 +88,9 @@ def _picture(rng: random.Random) -> bytes:
 class Load:
     """Sends requests at their times, whatever becomes of the others.
 
+    What a load balancer does where it is told to: the next gateway is asked when one refuses the connection,
+    answers 429 or 503, or is lost before the first byte of its answer. Lost after that, it is an error.
+
     Args:
         rate: Requests a second, on average; the times between them are exponential.
     """
@@ -102,6 +105,8 @@ class Load:
         self._rate = rate
         self._began = began
         self.sent = 0
+        self.sent_again = 0
+        """Requests whose gateway was lost before it had answered a byte, as often as that was."""
         self.outcomes: list[Outcome] = []
 
     async def run(self) -> None:
@@ -152,12 +157,19 @@ class Load:
     ) -> tuple[str, str, float | None]:
         """How it ended, more about that, and, where another try may help, the pause before it."""
         headers = {"x-epd-deadline-s": str(DEADLINE_S)}
+        response = None
         try:
-            response = await http.post(gateway + CHAT, json=body, headers=headers)
+            async with http.stream("POST", gateway + CHAT, json=body, headers=headers) as response:
+                await response.aread()
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             return "connection_refused", repr(error), 0.5
-        except httpx.HTTPError as error:
-            return "gateway_lost", repr(error), None
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+            if response is None:
+                self.sent_again += 1
+                return "gateway_lost_before_answer", repr(error), 0.5
+            return "gateway_lost_mid_answer", repr(error), None
+        except httpx.TimeoutException as error:
+            return "no_answer", repr(error), None
         if response.status_code in (429, 503):
             return *_error(response.json()), float(response.headers.get("retry-after", "1"))
         if response.status_code != httpx.codes.OK:

@@ -46,6 +46,7 @@ class Run:
     totals: dict[str, dict[str, int]]
     letters: int
     pending: dict[str, int]
+    sent_again: int
 
     @property
     def ended(self) -> Counter[str]:
@@ -131,7 +132,8 @@ def page(run: Run) -> str:
         f"| errors | {sum(ended.values())}: "
         + (", ".join(f"`{how}` {n}" for how, n in ended.most_common()) or "none")
         + " |",
-        f"| sent to another gateway, or later again | {retried} |",
+        f"| sent to another gateway, or later again | {retried}; {run.sent_again} times since a gateway was "
+        "lost before the first byte of its answer |",
         f"| time to the whole answer | p50 {percentile(took, 0.5):.2f} s, p90 "
         f"{percentile(took, 0.9):.2f} s, p99 {percentile(took, 0.99):.2f} s, longest "
         f"{max(took, default=0):.1f} s |",

@@ -30,7 +30,9 @@ from epd_common.protocol.subjects import Stage
 
 logger = logging.getLogger(__name__)
 
-LONG_WAIT_S = 5.0
+LONG_WAIT_S = 2.0
+"""Not longer, since a pull is lost without a word with the server that led its consumer."""
+
 SHORT_WAIT_S = 0.1
 ANSWER_S = 1.0
 """A pull that the server has not answered this long after its expiry is held for lost."""
@@ -46,6 +48,7 @@ class _Lane:
         self.consumer = consumer
         self.inbox = inbox
         self.open_until = 0.0
+        self.rests_until = 0.0
         self.connection = 0
         self.subscription: Subscription | None = None
 
@@ -126,7 +129,7 @@ class JobPuller:
         return self.slots - self.busy
 
     def _may_open(self, lane: _Lane) -> bool:
-        if self._stopping or self._is_open(lane):
+        if self._stopping or self._is_open(lane) or time.monotonic() < lane.rests_until:
             return False
         return sum(self._is_open(other) for other in self._lanes) < self._free
 
@@ -194,7 +197,7 @@ class JobPuller:
             return message
         if status not in ("404", "408"):  # neither "no messages" nor "pull expired"
             logger.warning("consumer %s answers %s; looking again", lane.consumer, message.headers)
-            await asyncio.sleep(BACKOFF_S)
+            lane.rests_until = time.monotonic() + BACKOFF_S  # the other lanes may be well
         return None
 
     async def _stopped(self) -> None:

@@ -24,7 +24,7 @@ from nats.js.api import (
     StorageType,
     StreamConfig,
 )
-from nats.js.errors import APIError, BadRequestError, NotFoundError
+from nats.js.errors import APIError, NotFoundError
 
 from epd_common.bus.connection import Bus, no_leader
 from epd_common.errors import UnavailableError
@@ -187,7 +187,7 @@ def _unless_there() -> Iterator[None]:
     """Make something, unless another service was first."""
     try:
         yield
-    except BadRequestError as error:
+    except APIError as error:
         if error.err_code != _NAME_IN_USE:
             raise UnavailableError(
                 f"JetStream refuses a stream or bucket ({error.description}); are EPD_NATS_REPLICAS and the "

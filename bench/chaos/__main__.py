@@ -106,7 +106,6 @@ async def storm(rig: Rig, arguments: argparse.Namespace) -> Run:
         date=time.strftime("%Y-%m-%d"),
         outcomes=load.outcomes,
         faults=faults.done,
-        skipped=faults.skipped,
         memory=memory,
         late=late,
         differences=wrong,

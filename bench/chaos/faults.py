@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -52,26 +53,25 @@ class Faults:
         self._every_s = every_s
         self._began = began
         self.done: list[Fault] = []
-        self.skipped = 0
 
     async def run(self, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
             while not stop.is_set():
-                target = self._random.choice(self._rig.targets)
-                weights = KINDS[target.role]
-                (kind,) = self._random.choices(list(weights), list(weights.values()))
-                down_s = self._random.uniform(*DOWN_S)
-                if await self._may(target):
-                    at_s = time.monotonic() - self._began
-                    self.done.append(Fault(at_s, target.name, target.role, kind))
-                    target.mending = True
-                    group.create_task(self._do(target, kind, down_s))
-                else:
-                    self.skipped += 1
-                try:
-                    await asyncio.wait_for(stop.wait(), self._every_s)
-                except TimeoutError:
-                    continue
+                began = time.monotonic()
+                # The first, in an order drawn anew, that may have one.
+                for target in self._random.sample(self._rig.targets, len(self._rig.targets)):
+                    weights = KINDS[target.role]
+                    (kind,) = self._random.choices(list(weights), list(weights.values()))
+                    down_s = self._random.uniform(*DOWN_S)
+                    if await self._may(target):
+                        at_s = time.monotonic() - self._began
+                        self.done.append(Fault(at_s, target.name, target.role, kind))
+                        target.mending = True
+                        group.create_task(self._do(target, kind, down_s))
+                        break
+                left_s = max(0.01, began + self._every_s - time.monotonic())
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), left_s)
 
     async def _may(self, target: Target) -> bool:
         if target.mending or not await self._rig.ready(target):

@@ -38,7 +38,6 @@ class Run:
     date: str
     outcomes: list[Outcome]
     faults: list[Fault]
-    skipped: int
     memory: list[dict[str, Any]]
     late: list[str]
     differences: list[str]

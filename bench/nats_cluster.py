@@ -68,7 +68,15 @@ class NatsCluster:
     async def leader_of(self, bus: Bus, stream: str) -> ClusterNode:
         """The server that decides about a stream now."""
         info = await once_led(lambda: bus.js.stream_info(stream))
-        return next(node for node in self.nodes if node.server_name == info.cluster.leader)
+        return self._node(info.cluster.leader)
+
+    async def leader_of_consumer(self, bus: Bus, stream: str, consumer: str) -> ClusterNode:
+        """The server that gives out a consumer's jobs now."""
+        info = await once_led(lambda: bus.js.consumer_info(stream, consumer))
+        return self._node(info.cluster.leader)
+
+    def _node(self, name: str) -> ClusterNode:
+        return next(node for node in self.nodes if node.server_name == name)
 
     async def lag_of(self, bus: Bus, stream: str) -> dict[str, int]:
         """How many operations each server that is no leader is behind; one that is away is left out."""

@@ -173,11 +173,12 @@ def plot(run: Run, path: Path) -> None:
             failed[place] += 1 / bin_s
     times = [bin_s * (place + 0.5) for place in range(bins)]
     figure, (rates, latency, faults, memory) = pyplot.subplots(
-        4, 1, figsize=(10, 10), sharex=True, height_ratios=(2, 2, 1.2, 2), layout="constrained"
+        4, 1, figsize=(11, 9), sharex=True, height_ratios=(2, 2, 1.2, 2), layout="constrained"
     )
+    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
     rates.stackplot(times, answered, failed, labels=("answered", "error"), colors=("C0", "C3"))
     rates.set_ylabel("requests/s")
-    rates.legend(loc="lower right")
+    rates.legend(**beside)
     rates.set_title(
         f"{run.requests} requests, {len(run.faults)} faults: "
         f"{100 * run.ended['answered'] / max(1, run.requests):.2f} % answered, "
@@ -188,7 +189,7 @@ def plot(run: Run, path: Path) -> None:
         latency.plot(times, values, style, color="C0", label=f"p{100 * share:.0f}")
     latency.set_yscale("log")
     latency.set_ylabel("s to whole answer")
-    latency.legend(loc="upper right", ncols=3)
+    latency.legend(**beside)
     marks = {"kill": ("x", "C3"), "freeze": ("s", "C0"), "restart": ("o", "C2")}
     for kind, (mark, colour) in marks.items():
         some = [fault for fault in run.faults if fault.kind == kind]
@@ -202,7 +203,8 @@ def plot(run: Run, path: Path) -> None:
         )
     faults.set_yticks(range(len(ROLES)), ROLES)
     faults.invert_yaxis()
-    faults.legend(loc="upper right", ncols=3)
+    faults.margins(y=0.15)
+    faults.legend(**beside)
     for number, role in enumerate(ROLES):
         points = [
             (sample["at_s"], rss / (1 << 20))
@@ -215,6 +217,6 @@ def plot(run: Run, path: Path) -> None:
     memory.set_ylim(bottom=0)
     memory.set_ylabel("MiB resident")
     memory.set_xlabel("s")
-    memory.legend(loc="upper right", ncols=5, markerscale=4)
+    memory.legend(markerscale=4, **beside)
     figure.savefig(path, dpi=80)
     pyplot.close(figure)

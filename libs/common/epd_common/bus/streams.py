@@ -63,8 +63,12 @@ ADVISORY_SUBJECTS: dict[Stage, str] = {
 """Where the server says that it delivers a job of a stage no more."""
 
 
-async def once_led(ask: Callable[[], Awaitable[T]]) -> T:
+async def once_led(ask: Callable[[], Awaitable[T]], *, exists: bool = False) -> T:
     """Ask JetStream for something, again where nobody can decide it yet.
+
+    Args:
+        exists: What is asked about was made by somebody, if only a moment ago: not every server of a cluster
+            knows it at once.
 
     Raises:
         UnavailableError: still nobody can after ``LEADER_WITHIN_S``.
@@ -74,7 +78,7 @@ async def once_led(ask: Callable[[], Awaitable[T]]) -> T:
         try:
             return await ask()
         except (nats.errors.Error, TimeoutError) as error:
-            if not no_leader(error):
+            if not (no_leader(error) or (exists and isinstance(error, NotFoundError))):
                 raise
             if time.monotonic() >= give_up:
                 raise UnavailableError(
@@ -142,11 +146,11 @@ async def declare_streams(
     )
     with _unless_there():
         await once_led(lambda: bus.js.create_key_value(registry))
-    if update:
-        info = await once_led(lambda: bus.js.stream_info(f"KV_{subjects.WORKERS_BUCKET}"))
-        if info.config.num_replicas != replicas:
-            info.config.num_replicas = replicas
-            await once_led(lambda: bus.js.update_stream(info.config))
+    bucket = f"KV_{subjects.WORKERS_BUCKET}"
+    info = await once_led(lambda: bus.js.stream_info(bucket), exists=True)
+    if update and info.config.num_replicas != replicas:
+        info.config.num_replicas = replicas
+        await once_led(lambda: bus.js.update_stream(info.config))
 
 
 async def declare_consumers(bus: Bus, stage: Stage, model: str) -> list[str]:
@@ -202,6 +206,6 @@ async def _declare_stream(js: JetStreamContext, config: StreamConfig, *, update:
     except NotFoundError:
         with _unless_there():
             await once_led(lambda: js.add_stream(config))
-            return
+        await once_led(lambda: js.stream_info(str(config.name)), exists=True)
     if update:
         await once_led(lambda: js.update_stream(config))

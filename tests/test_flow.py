@@ -826,7 +826,8 @@ class Frames:
         return {"request_id": "r1", "attempt": self.attempt, "seq": self.seq - 1}
 
     async def head(self) -> None:
-        await self._bus.emit(self._inbox, ReplyHead(**self._next(), status=200))
+        head = ReplyHead(**self._next(), status=200, content_type=replies.EVENT_STREAM)
+        await self._bus.emit(self._inbox, head)
 
     async def data(self, data: bytes) -> None:
         await self._bus.emit(self._inbox, ReplyData(**self._next(), data=data))
@@ -1028,20 +1029,20 @@ async def test_a_pd_worker_that_dies_before_its_answer_began(
         await _died(dying)
 
 
-async def test_a_pd_worker_that_dies_in_a_stream(
+async def test_a_pd_worker_that_dies_in_a_stream_with_which_nobody_can_go_on(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:
     async with service_stack(nats_url, redis_url, tmp_path, encoders=0) as stack:
         dying = stack.pds[0]
         dying.engine.gate.clear()
-        async with stack.streaming("never") as response:
+        async with stack.streaming("never", n=2) as response:
             pieces = response.aiter_text()
             seen = await anext(pieces)
             dying.engine.die()
             seen += "".join([piece async for piece in pieces])
         *_, event, mark, rest = seen.split("\n\n")
         assert (mark, rest) == ("data: [DONE]", "")
-        assert json.loads(event.removeprefix("data: "))["error"]["stage"] == "generate"
+        assert json.loads(event.removeprefix("data: "))["error"]["code"] == "worker_lost"
         await _died(dying)
 
 

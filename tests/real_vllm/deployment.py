@@ -33,7 +33,7 @@ class Setup:
 LITTLE_MEMORY = ("--max-model-len", "1024", "--num-gpu-blocks-override", "10")
 SETUPS = {
     "e+pd": Setup(),
-    "two PD workers": Setup(pds=2),
+    "two of each": Setup(encoders=2, pds=2),
     "both": Setup(encoders=0),
     "both, little memory": Setup(encoders=0, engine=LITTLE_MEMORY),
     "rescue": Setup(

@@ -1,4 +1,4 @@
-"""Real vLLM goes on with an answer that another one began, and says what the first one would have said."""
+"""What a worker had that is killed goes on at another one, on real vLLM, and the answer is the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import contextlib
 import json
 import random
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,13 @@ import psutil
 import pytest
 from cases import picture, text, user
 from deployment import Deployment, Deployments
+from nats.aio.msg import Msg
 from services import counters
 
 from epd_cli.processes import ServiceProcess
+from epd_common.bus import Bus
 from epd_common.client import CHAT
+from epd_common.protocol import EmbeddingEvent, decode, subjects
 from models import shapes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -120,7 +124,7 @@ async def back(deployment: Deployment, worker: str, how: Lose) -> None:
 
 @pytest.fixture
 async def two(deployments: Deployments) -> Deployment:
-    return await deployments.get("shapes-qwen2vl", "two PD workers")
+    return await deployments.get("shapes-qwen2vl", "two of each")
 
 
 def long_question(seed: int, **options: Any) -> dict[str, Any]:
@@ -180,3 +184,60 @@ async def test_what_cannot_go_on_ends_in_an_error_event(
 def other_than(deployment: Deployment, worker: str) -> str:
     pds = [service.worker_id for service in deployment.stack.services if service.role == "pd"]
     return next(pd for pd in pds if pd != worker)
+
+
+# -- encoders ----------------------------------------------------------------------------------------
+
+ACK_WAIT_S = 2.0
+HICCUP_S = 1.0
+"""What a loaded machine may add, by which a time is no ratio."""
+
+
+def large_picture(rng: random.Random) -> dict[str, Any]:
+    """One that an encoder needs a while for."""
+    scene = shapes.random_scene(rng)
+    uri = shapes.data_uri(shapes.draw(scene, 1120, 1120, rng))
+    part = {"type": "image_url", "image_url": {"url": uri}}
+    return {"messages": [user(part, text("What is in image #1?"))], "max_tokens": 24}
+
+
+async def test_an_encoder_killed_in_the_middle_of_an_encode(two: Deployment) -> None:
+    """The other one has the job by its missing heartbeats: 2 s and one more encode, no more."""
+    rng = random.Random(2200)
+    quiet = []
+    for _ in range(3):
+        started = time.monotonic()
+        await stream(two, large_picture(rng))
+        quiet.append(time.monotonic() - started)
+    body = large_picture(rng)
+    async with killed_in_its_encode(two) as killed:
+        started = time.monotonic()
+        cut = await stream(two, body)
+        added = time.monotonic() - started - min(quiet)
+    (encoder,) = killed
+    try:
+        assert added >= ACK_WAIT_S / 2, "it was killed with the job in its hands"
+        # A whole request takes longer than its one encode.
+        assert added <= ACK_WAIT_S + max(quiet) + HICCUP_S
+        print(f"added by the killed encoder: {added:.2f} s; undisturbed {min(quiet):.2f} s")
+    finally:
+        await back(two, encoder.worker_id, kill)
+    again = await stream(two, body)
+    assert (again.text, again.usage) == (cut.text, cut.usage) and cut.text
+
+
+@contextlib.asynccontextmanager
+async def killed_in_its_encode(deployment: Deployment) -> AsyncIterator[list[ServiceProcess]]:
+    """Kills the first encoder that says how large an item is: its vision tower runs from then on."""
+    killed: list[ServiceProcess] = []
+
+    async def on_event(message: Msg) -> None:
+        event = decode(message.data, EmbeddingEvent)
+        if event.state == "sized" and not killed:
+            killed.append(service(deployment, event.encoder))
+            kill(killed[0])
+
+    async with Bus(deployment.stack.nats_url, name="test") as bus:
+        await bus.subscribe(subjects.ready_subject("*"), on_event)
+        await bus.flush()
+        yield killed

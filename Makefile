@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos chaostest fmt clean
+.PHONY: help setup demo test check audit chaos chaostest fmt clean
 
 help: ## list the verbs
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -20,7 +20,11 @@ check: setup ## lint, types, import walls and the fast tests; under 2 minutes
 	$(BIN)/mypy scripts/setup.py
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/write_docs.py --check
+	$(BIN)/python scripts/audit.py
 	$(BIN)/python -m pytest -q -m "not vllm and not docker and not slow and not chaos" --durations=15
+
+audit: setup ## ask an advisory service about the dependencies; fails where none answers
+	$(BIN)/python scripts/audit.py --strict
 
 test: setup ## every test that needs no Docker engine, with real vLLM on the CPU
 	$(BIN)/python -m pytest -m "not docker and not chaos" --durations=15

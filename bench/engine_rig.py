@@ -120,6 +120,11 @@ class Rig:
                     found.append(step)
         return found
 
+    def last_step(self) -> dict[str, Any]:
+        """The whole note of the latest step."""
+        step: dict[str, Any] = json.loads(self.steps.read_text().splitlines()[-1])
+        return step
+
     def cpu_s(self) -> float:
         """CPU time of the engine's processes so far."""
         children = psutil.Process().children(recursive=True)

@@ -17,7 +17,8 @@ from epd_vllm.scheduler import GatedScheduler
 
 
 class SteppingScheduler(GatedScheduler):
-    """Notes time, and for each request the tokens computed before and scheduled in the step."""
+    """Notes time, and for each request the tokens computed before and scheduled in the step; then how many
+    requests there are, and which share of the KV cache they hold."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)
@@ -31,6 +32,9 @@ class SteppingScheduler(GatedScheduler):
                     name: [computed, output.num_scheduled_tokens[name]]
                     for name, computed in before.items()
                 },
+                "running": len(self.running),
+                "waiting": len(self.waiting),
+                "kv_usage": self.kv_cache_manager.usage,
             }
             folder = Path(os.environ[FOLDER])
             with (folder / STEPS).open("a") as file:

@@ -5,6 +5,7 @@ python scripts/write_docs.py [--check]
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pydantic_core import PydanticUndefined
 from epd_cli import nats_users, valkey_users
 from epd_common.settings import PREFIX, CommonSettings
 from epd_encoder.settings import EncoderSettings
+from epd_gateway.openapi import openapi_document
 from epd_gateway.settings import GatewaySettings
 from epd_pd.settings import PdSettings
 
@@ -66,7 +68,13 @@ def _default(name: str, value: object) -> str:
     return f"`{value}`" if value != "" else "empty"
 
 
+def openapi() -> str:
+    """The gateway's OpenAPI document."""
+    return json.dumps(openapi_document(), indent=2) + "\n"
+
+
 DOCUMENTS = {
+    "docs/openapi.json": openapi,
     "docs/configuration.md": configuration,
     "deploy/nats/users.conf": nats_users.users_file,
     "deploy/valkey/users.conf": valkey_users.users_file,

@@ -100,6 +100,14 @@ class FakeEncoderEngine:
     def alive(self) -> bool:
         return not self._dead.is_set()
 
+    @property
+    def steps(self) -> int:
+        return 0
+
+    @property
+    def owes(self) -> bool:
+        return False
+
     def die(self) -> None:
         self._dead.set()
         self.gate.set()
@@ -165,6 +173,14 @@ class FakePdEngine:
     @property
     def alive(self) -> bool:
         return not self._dead.is_set()
+
+    @property
+    def steps(self) -> int:
+        return 0
+
+    @property
+    def owes(self) -> bool:
+        return False
 
     def die(self) -> None:
         self._dead.set()

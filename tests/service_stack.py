@@ -42,17 +42,22 @@ CHAT = "/v1/chat/completions"
 _shades = itertools.count(1)
 
 
-def picture() -> bytes:
+def picture(size: tuple[int, int] = (8, 8)) -> bytes:
     """A small PNG that no other call has given."""
     buffer = io.BytesIO()
     number = next(_shades)
     colour = (number & 255, number >> 8 & 255, secrets.randbelow(256))
-    Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
+    Image.new("RGB", size, colour).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def image_part(data: bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": make_data_uri(data)}}
+
+
+def request_body(model: str, text: str, *pictures: bytes, **fields: Any) -> dict[str, Any]:
+    parts = [image_part(data) for data in pictures] + [{"type": "text", "text": text}]
+    return {"model": model, "messages": [{"role": "user", "content": parts}], **fields}
 
 
 def broken_part() -> dict[str, Any]:
@@ -157,7 +162,7 @@ class ServiceStack:
     async def add_encoder(self, arena: str = "arena", **settings: Any) -> Worker:
         folder = self._folder / arena
         worker = Worker(secrets.token_hex(4), None, folder)  # type: ignore[arg-type]
-        built = EncoderSettings(**self._worker_settings(worker, "encoder"), **settings)
+        built = EncoderSettings(**{**self._worker_settings(worker, "encoder"), **settings})
 
         def make_engine(staging: Path) -> EncoderEngine:
             worker.engines.append(self.encoder_engine(built, staging))
@@ -170,7 +175,7 @@ class ServiceStack:
     async def add_pd(self, arena: str = "arena", **settings: Any) -> Worker:
         folder = self._folder / arena
         worker = Worker(secrets.token_hex(4), None, folder)  # type: ignore[arg-type]
-        built = PdSettings(**self._worker_settings(worker, "pd"), **settings)
+        built = PdSettings(**{**self._worker_settings(worker, "pd"), **settings})
 
         def make_engine(arena: Arena) -> PdEngine:
             worker.engines.append(self.pd_engine(built, arena))
@@ -188,19 +193,23 @@ class ServiceStack:
         return FakePdEngine(self.model, self.fingerprint, arena, encodes=encodes)
 
     async def add_gateway(self, **settings: Any) -> None:
+        """The gateway that all of this asks: a further one takes the place of the one before."""
         self.gateway_id = secrets.token_hex(4)
         built = GatewaySettings(
-            **self._urls("gateway"),
-            worker_id=self.gateway_id,
-            port=0,
-            heartbeat_s=0.5,
-            **settings,
+            **{
+                **self._urls("gateway"),
+                "worker_id": self.gateway_id,
+                "port": 0,
+                "heartbeat_s": 0.5,
+                "drain_notice_s": 0,
+                **settings,
+            },
         )
         self.gateway = self._run("gateway", lambda stop: serve(built, stop))
         self.registry = await self._stack.enter_async_context(Registry(self.bus))
-        await self._until(lambda: bool(self._gateway_url()), "the gateway is registered")
+        await self._until(lambda: bool(self.gateway_url), "the gateway is registered")
         self.http = await self._stack.enter_async_context(
-            httpx.AsyncClient(base_url=self._gateway_url(), timeout=BOUND_S)
+            httpx.AsyncClient(base_url=self.gateway_url, timeout=BOUND_S)
         )
 
     def _urls(self, role: str) -> dict[str, Any]:
@@ -228,7 +237,8 @@ class ServiceStack:
         self._stack.push_async_callback(end)
         return process
 
-    def _gateway_url(self) -> str:
+    @property
+    def gateway_url(self) -> str:
         views = self.registry.workers("gateway")
         return next((v.record.phase for v in views if v.record.worker == self.gateway_id), "")
 
@@ -266,8 +276,7 @@ class ServiceStack:
     # -- asking ----------------------------------------------------------------------------------
 
     def body(self, text: str, *pictures: bytes, **fields: Any) -> dict[str, Any]:
-        parts = [image_part(data) for data in pictures] + [{"type": "text", "text": text}]
-        return {"model": self.model, "messages": [{"role": "user", "content": parts}], **fields}
+        return request_body(self.model, text, *pictures, **fields)
 
     async def ask(self, text: str, *pictures: bytes, **fields: Any) -> httpx.Response:
         return await self.http.post(CHAT, json=self.body(text, *pictures, **fields))

@@ -23,13 +23,21 @@ class Time:
 
     def __init__(self) -> None:
         self.slept: list[float] = []
+        self.real_s = 0.0
+        """What each sleep takes of the test's own time."""
+        self.hold_after = 0
+        """After so many sleeps more ``passing`` is cleared, once."""
         self.passing = asyncio.Event()
         self.passing.set()
 
     async def __call__(self, seconds: float) -> None:
+        if self.hold_after:
+            self.hold_after -= 1
+            if not self.hold_after:
+                self.passing.clear()
         await self.passing.wait()
         self.slept.append(seconds)
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.real_s)
 
 
 class SimStack(ServiceStack):

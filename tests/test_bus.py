@@ -589,6 +589,50 @@ async def test_what_arrives_after_stop_is_given_back(
             assert {name_of(delivery) for delivery in found} == names
 
 
+async def test_a_worker_that_drains_costs_a_job_no_attempt(bus: Bus, model: str) -> None:
+    """A job has five of them, and a rolling restart may have more workers."""
+    async with pulling(bus, model, 40) as draining, pulling(bus, model, 40) as other:
+        async with collecting(draining):
+            await eventually(
+                lambda: all(draining._is_open(lane) for lane in draining._lanes), "pulls are open"
+            )
+            await bus.flush()
+        names = {await put(bus, model, lane) for lane in LANES}
+        async with collecting(other) as found:
+            await eventually(lambda: len(found) == len(names), "another worker gets them")
+            assert {delivery.attempt for delivery in found} == {1}
+
+
+async def test_a_worker_that_steps_back_leaves_jobs_to_others(
+    bus: Bus, model: str, ack_wait: Callable[[float], None]
+) -> None:
+    ack_wait(FOR_EVER_S)
+    async with pulling(bus, model, 40) as weak, pulling(bus, model, 40) as other:
+        async with collecting(weak) as none, collecting(other) as found:
+            await eventually(
+                lambda: all(weak._is_open(lane) for lane in weak._lanes), "pulls are open"
+            )
+            weak.step_back(FOR_EVER_S)
+            await eventually(
+                lambda: not any(weak._is_open(lane) for lane in weak._lanes), "they are taken back"
+            )
+            names = {await put(bus, model, lane) for lane in (*LANES, *LANES)}
+            await eventually(lambda: len(found) == len(names), "the other one gets them all")
+            assert none == []
+            assert {delivery.attempt for delivery in found} == {1}
+
+
+async def test_a_worker_that_stepped_back_comes_again(bus: Bus, model: str) -> None:
+    async with pulling(bus, model, 2) as puller, collecting(puller) as found:
+        await put(bus, model, "l0")
+        await eventually(lambda: len(found) == 1, "it takes jobs")
+        puller.step_back(0.3)
+        began = time.monotonic()
+        await put(bus, model, "l0")
+        await eventually(lambda: len(found) == 2, "it takes jobs again")
+        assert time.monotonic() - began >= 0.3
+
+
 async def test_what_was_not_taken_is_given_back(
     bus: Bus, model: str, ack_wait: Callable[[float], None]
 ) -> None:
@@ -735,9 +779,8 @@ async def test_missed_heartbeats_mean_dead(bus: Bus, model: str) -> None:
     bucket = await bus.js.key_value(subjects.WORKERS_BUCKET)
     async with Registry(bus) as registry:
         async with announce(bus, snapshot(model, "lives", ttl_s=0.4), every_s=0.1):
-            await bucket.put(
-                "pd.silent-" + secrets.token_hex(4), encode(record(model, "s", 0, ttl_s=0.4))
-            )
+            silent = "silent-" + secrets.token_hex(4)
+            await bucket.put(f"pd.{silent}", encode(record(model, silent, 0, ttl_s=0.4)))
             await eventually(lambda: len(registry.ready("pd", model)) == 2, "both live")
             await eventually(lambda: len(registry.ready("pd", model)) == 1, "one is dead")
             assert [found.worker for found in registry.ready("pd", model)] == ["lives"]
@@ -756,6 +799,28 @@ async def test_an_unreadable_record_disturbs_nobody(bus: Bus, model: str) -> Non
         async with announce(bus, snapshot(model, "w1"), every_s=30):
             await eventually(lambda: bool(registry.ready("pd", model)), "the next one is read")
         await bucket.delete(junk)
+
+
+async def test_a_record_under_another_name_or_role_is_ignored(bus: Bus, model: str) -> None:
+    """The rights of a role end at the record's key; what it says inside could be anything."""
+    bucket = await bus.js.key_value(subjects.WORKERS_BUCKET)
+    keys = [f"encoder.forged-{secrets.token_hex(4)}", f"pd.other-{secrets.token_hex(4)}"]
+    async with Registry(bus) as registry:
+        for key in keys:
+            await bucket.put(key, encode(record(model, "w0", 0, ttl_s=1e308)))
+        async with announce(bus, snapshot(model, "w1"), every_s=30):
+            await eventually(lambda: bool(registry.ready("pd", model)), "the next one is read")
+            assert [found.worker for found in registry.ready("pd", model)] == ["w1"]
+        for key in keys:
+            await bucket.delete(key)
+
+
+def test_no_record_lives_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = WorkerView(record("m", "w", 0, ttl_s=1e308))
+    assert view.alive
+    now = time.monotonic()
+    monkeypatch.setattr("epd_common.bus.registry.time.monotonic", lambda: now + 201.0)
+    assert not view.alive
 
 
 async def test_the_registry_outlives_a_restart_of_the_broker(own: Brokers, model: str) -> None:

@@ -50,6 +50,16 @@ def compose(
     )
 
 
+def example() -> dict[str, str]:
+    """The settings of deploy/.env.example."""
+    lines = (DEPLOY / ".env.example").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def password_names() -> list[str]:
+    return [name for name, value in example().items() if value == "change-me"]
+
+
 @dataclass(frozen=True)
 class Stack:
     env: dict[str, str]
@@ -67,8 +77,7 @@ class Stack:
 
 @pytest.fixture(scope="module")
 def passwords() -> dict[str, str]:
-    names = ("EPD_NATS_PASSWORD", "EPD_REDIS_PASSWORD")
-    return {name: secrets.token_hex(12) for name in names}
+    return {name: secrets.token_hex(12) for name in password_names()}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +95,7 @@ def stack(passwords: dict[str, str]) -> Iterator[Stack]:
                 pytest.fail(f"docker compose {step[0]}:\n{done.stdout}\n{done.stderr}\n{logs}")
         http = compose("port", "gateway", "8000", env=env).stdout.strip()
         bus = compose("port", "nats", "4222", env=env).stdout.strip()
-        nats_url = f"nats://epd:{passwords['EPD_NATS_PASSWORD']}@{bus}"
+        nats_url = f"nats://client:{passwords['EPD_NATS_CLIENT_PASSWORD']}@{bus}"
         yield Stack(env, f"http://{http}", nats_url)
     finally:
         compose("down", "--volumes", "--remove-orphans", env=env)
@@ -125,16 +134,15 @@ def ask_over_http(stack: Stack, seed: int) -> None:
 
 
 def test_a_missing_password_is_named_with_what_to_do() -> None:
-    done = compose("config", "--quiet", env={"EPD_NATS_PASSWORD": "x", "EPD_REDIS_PASSWORD": ""})
-    assert done.returncode != 0
-    assert "EPD_REDIS_PASSWORD" in done.stderr
-    assert "copy deploy/.env.example to deploy/.env" in done.stderr
+    for name in password_names():
+        done = compose("config", "--quiet", env=example() | {name: ""})
+        assert done.returncode != 0
+        assert name in done.stderr
+        assert "run deploy/make_env.sh" in done.stderr
 
 
 def test_the_example_settings_are_complete_and_open_nothing_to_the_network() -> None:
-    lines = (DEPLOY / ".env.example").read_text().splitlines()
-    env = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-    done = compose("config", "--format", "json", env=env)
+    done = compose("config", "--format", "json", env=example())
     assert done.returncode == 0, done.stderr
     config = json.loads(done.stdout)
     services = config["services"]
@@ -167,7 +175,7 @@ async def test_a_multimodal_request_over_nats(stack: Stack) -> None:
         "max_tokens": 16,
         "temperature": 0,
     }
-    client = await nats.connect(stack.nats_url, allow_reconnect=False)
+    client = await nats.connect(stack.nats_url, allow_reconnect=False, inbox_prefix="_INBOX.client")
     try:
         inbox = client.new_inbox()
         frames = await client.subscribe(inbox)

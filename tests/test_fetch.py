@@ -7,10 +7,13 @@ alone: a check that is missing shows as an attempt, and never leaves this machin
 from __future__ import annotations
 
 import asyncio
+import gzip
 import ipaddress
+import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ import httpcore
 import pytest
 
 from certificates import certificate
-from epd_common.errors import BadRequestError, EpdError, TooLargeError
+from epd_common.errors import BadRequestError, EpdError, TooLargeError, UnsupportedMediaError
+from epd_common.ingest import IngestLimits, PictureChecker
 from epd_gateway.addresses import AllowedHost, is_public, parse_allowed_hosts
 from epd_gateway.fetch import MediaFetcher
 
@@ -71,6 +75,8 @@ class Names:
         try:
             return [str(ipaddress.ip_address(host))]
         except ValueError:
+            with suppress(OSError):  # other spellings of addresses, which systems' resolvers take
+                return [socket.inet_ntoa(socket.inet_aton(host.rstrip(".")))]
             answers = self._known.get(host, [[]])
             return answers.pop(0) if len(answers) > 1 else answers[0]
 
@@ -107,6 +113,23 @@ class Server:
             "/2": answer("303 See Other", b"", "Location: /1"),
             "/1": answer("308 Permanent Redirect", b"", "Location: /a.png"),
             "/4": answer("302 Found", b"", "Location: /3"),
+            "/to-loopback": answer("302 Found", b"", "Location: https://127.0.0.1/a.png"),
+            "/to-metadata": answer("302 Found", b"", "Location: https://169.254.169.254/latest"),
+            "/to-file": answer("302 Found", b"", "Location: file:///etc/passwd"),
+            "/bomb": answer("200 OK", gzip.compress(bytes(10_000_000)), "Content-Encoding: gzip"),
+            "/page": answer("200 OK", b"<p>no picture</p>", "Content-Type: text/html"),
+        }
+        self.endless: dict[str, tuple[bytes, bytes, float]] = {
+            # What comes first, what then comes again and again, and the seconds between.
+            "/endless-body": (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 4096, 0.0),
+            "/endless-chunks": (
+                b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+                b"1000\r\n" + b"x" * 4096 + b"\r\n",
+                0.0,
+            ),
+            "/endless-headers": (b"HTTP/1.1 200 OK\r\n", b"X: " + b"y" * 1000 + b"\r\n", 0.0),
+            "/drips": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b"x", 0.02),
+            "/drips-headers": (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n", 0.02),
         }
 
     def redirect(self, path: str, location: str) -> None:
@@ -119,13 +142,27 @@ class Server:
             return writer.close()
         self.requests.append(request)
         self.arrived.set()
-        page = self.pages.get(request.split()[1].partition("?")[0])
-        if page is None:
+        path = request.split()[1].partition("?")[0]
+        page = self.pages.get(path)
+        if path in self.endless:
+            await self._go_on(writer, *self.endless[path])
+        elif page is None:
             await reader.read()  # Hangs until the client goes away.
             self.hung_up.set()
         else:
             writer.write(page)
         writer.close()
+
+    async def _go_on(
+        self, writer: asyncio.StreamWriter, first: bytes, again: bytes, pause_s: float
+    ) -> None:
+        with suppress(ConnectionError):
+            writer.write(first)
+            while True:
+                writer.write(again)
+                await writer.drain()
+                await asyncio.sleep(pause_s)
+        self.hung_up.set()
 
 
 @asynccontextmanager
@@ -322,6 +359,65 @@ async def test_too_many_redirects(server: Server, path: str) -> None:
     setup = Setup(server, "localhost")
     await setup.fails(f"http://localhost{path}", "media_url_refused")
     assert len(server.requests) == 4
+
+
+PUBLIC_BEFORE = [f"{PUBLIC}:80"]
+"""The one connection that may be made before a refusal: to the server that sends us on, or misbehaves."""
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "attempts"),
+    [
+        ("http://good.example/to-loopback", "media_url_refused", PUBLIC_BEFORE),
+        ("http://good.example/to-metadata", "media_url_refused", PUBLIC_BEFORE),
+        ("http://good.example/to-file", "media_url_refused", PUBLIC_BEFORE),
+        ("http://good.example/loop", "media_url_refused", PUBLIC_BEFORE),
+        ("https://private.example/a.png", "media_url_refused", []),
+        ("https://mixed.example/a.png", "media_url_refused", []),
+        ("https://[::ffff:127.0.0.1]/a.png", "media_url_refused", []),
+        ("https://[::ffff:7f00:1]/a.png", "media_url_refused", []),
+        ("https://2130706433/a.png", "media_url_refused", []),
+        ("https://0177.0.0.1/a.png", "media_url_refused", []),
+        ("https://0x7f000001/a.png", "media_url_refused", []),
+        ("https://127.1/a.png", "media_url_refused", []),
+        ("https://\N{FULLWIDTH DIGIT ONE}27.0.0.1/a.png", "media_url_refused", []),
+        ("https://127.0.0.1./a.png", "media_url_refused", []),
+        ("https://169.254.169.254/latest/meta-data/", "media_url_refused", []),
+        ("https://[fd00:ec2::254]/latest/meta-data/", "media_url_refused", []),
+        ("file:///etc/passwd", "media_url_refused", []),
+        ("gopher://good.example/_x", "media_url_refused", []),
+        ("ftp://good.example/a.png", "media_url_refused", []),
+        ("unix:///run/docker.sock", "media_url_refused", []),
+        ("https://user:secret@good.example/", "media_url_refused", []),
+        ("https://good.example@127.0.0.1/", "media_url_refused", []),
+        ("http://good.example/drips", "media_fetch_timeout", PUBLIC_BEFORE),
+        ("http://good.example/drips-headers", "media_fetch_timeout", PUBLIC_BEFORE),
+        ("http://good.example/hangs", "media_fetch_timeout", PUBLIC_BEFORE),
+        ("http://good.example/endless-body", "media_too_large", PUBLIC_BEFORE),
+        ("http://good.example/endless-chunks", "media_too_large", PUBLIC_BEFORE),
+        ("http://good.example/endless-headers", "media_fetch_failed", PUBLIC_BEFORE),
+        ("http://good.example/bomb", "media_fetch_failed", PUBLIC_BEFORE),
+    ],
+)
+async def test_the_list_of_attacks(
+    server: Server, url: str, code: str, attempts: list[str]
+) -> None:
+    """Refused within its limits, with no connection but those that are allowed."""
+    setup = Setup(server, "good.example:80", timeout_s=0.5 if "timeout" in code else 10.0)
+    started = time.monotonic()
+    error = await setup.fails(url, code)
+    assert time.monotonic() - started < 10
+    assert set(setup.network.attempts) == set(attempts)
+    assert "secret" not in error.message
+
+
+async def test_a_page_is_no_picture_whatever_its_url_says(server: Server) -> None:
+    """The type that the server states goes on to the check."""
+    async with Setup(server, "localhost").fetcher as fetcher:
+        found = await fetcher.fetch("http://localhost/page", PLACE)
+    async with PictureChecker(IngestLimits(decode_workers=1)) as checker:
+        with pytest.raises(UnsupportedMediaError, match="text/html"):
+            await checker.check(found.data, declared=found.content_type, place=PLACE)
 
 
 @pytest.mark.parametrize("allow", ["localhost:1", "example", "good.example.", "xlocalhost"])

@@ -418,7 +418,7 @@ async def test_an_inbox_that_is_no_subject(stack: ServiceStack) -> None:
         ({"body": b"{"}, 400, "invalid_json"),
         ({"body": b'{"temperature": NaN}'}, 400, "invalid_json"),
         ({"body": b"[]"}, 400, "invalid_json"),
-        ({"body": b"", "body_ref": "gone"}, 400, "body_gone"),
+        ({"body": b"", "body_ref": "gone"}, 503, "body_gone"),
         ({"deadline": 1.0}, 504, "deadline_exceeded"),
     ],
 )
@@ -522,8 +522,9 @@ async def test_a_wrong_forecast_is_mended(nats_url: str, redis_url: str, tmp_pat
         assert len(pd.engine.begun) == 2
 
 
-async def test_a_job_without_a_deadline_has_the_default_one(
-    nats_url: str, redis_url: str, tmp_path: Path
+@pytest.mark.parametrize("deadline", [0.0, 4_000_000_000.0, 1e308])
+async def test_a_job_without_a_deadline_or_with_a_late_one_has_the_default_one(
+    nats_url: str, redis_url: str, tmp_path: Path, deadline: float
 ) -> None:
     async with bare_stack(nats_url, redis_url, tmp_path) as stack:
         encoder = await stack.add_encoder()
@@ -535,7 +536,9 @@ async def test_a_job_without_a_deadline_has_the_default_one(
         content = [{"type": "media_ref", "item": 0}, {"type": "text", "text": "direct"}]
         body = {"messages": [{"role": "user", "content": content}]}
         items = [Item(media=Media(inline=picture()))]
-        job = direct_job(stack, inbox, body=json.dumps(body).encode(), items=items, deadline=0.0)
+        job = direct_job(
+            stack, inbox, body=json.dumps(body).encode(), items=items, deadline=deadline
+        )
         await publish(stack, "generate", encode(job))
         frame = await inbox.error()
         assert (frame.status, frame.stage) == (504, "encode")
@@ -1175,6 +1178,6 @@ async def test_what_a_full_arena_refuses_leaves_nothing_behind(
     with monkeypatch.context() as patched:
         patched.setattr("epd_common.store.arena.Arena.adopt", full)
         response = await stack.ask("no room", refused)
-    assert response.status_code == 502
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "store_full")
     assert list((encoder.arena / "staging" / encoder.id).iterdir()) == []
     assert text_of(await stack.ask("room again", refused)) == answer_text("room again", refused)

@@ -104,7 +104,7 @@ def store() -> Store:
     return Store()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def checker() -> AsyncIterator[PictureChecker]:
     async with PictureChecker(IngestLimits(decode_workers=1)) as running:
         yield running

@@ -11,6 +11,7 @@ import pytest
 
 from epd_common.protocol import (
     Cancel,
+    Cancelled,
     DeadLetter,
     EmbeddingEvent,
     EncodeJob,
@@ -78,6 +79,7 @@ FULL: dict[type[Message], Message] = {
             priority=-3,
             scope="tenant",
             traceparent="tp",
+            requester="gateway.g",
         ),
         EmbeddingEvent(
             key=KEY,
@@ -122,6 +124,7 @@ FULL: dict[type[Message], Message] = {
             retry_after_s=1.5,
         ),
         Cancel(request_id="r", reason="gone"),
+        Cancelled(request_id="r", role="pd", worker="w"),
         ReplayRequest(request_id="r", attempt=1, seq=5),
         ResumeRequest(request_id="r", attempt=2),
         Progress(request_id="r", attempt=2, seq=3, tokens=[[], [7, 8]], finish="length", last=b"x"),
@@ -169,6 +172,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "error": {"request_id": "r", "attempt": 1, "seq": 0, "status": 500, "code": "c"}
     | {"message": "m"},
     "cancel": {"request_id": "r"},
+    "cancelled": {"request_id": "r", "role": "pd", "worker": "w"},
     "replay": {"request_id": "r", "attempt": 1, "seq": 0},
     "resume": {"request_id": "r", "attempt": 2},
     "progress": {"request_id": "r", "attempt": 2},

@@ -65,4 +65,4 @@ async def test_such_media_that_are_gone_end_the_request(stack: ServiceStack) -> 
     raw = json.dumps(body(stack, {"type": "media_ref", "item": 0})).encode()
     await publish(stack, "generate", encode(direct_job(stack, inbox, body=raw, items=[item])))
     frame = await inbox.error()
-    assert (frame.status, frame.code, frame.key) == (400, "media_gone", key)
+    assert (frame.status, frame.code, frame.key) == (503, "media_gone", key)

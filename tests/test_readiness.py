@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from epd_common.bus import Bus
 from epd_common.errors import BadRequestError, DeadlineError, EpdError, UpstreamError
 from epd_common.orders import OrderContext, Orders
-from epd_common.protocol import EmbeddingEvent, Item, Media, subjects
+from epd_common.protocol import EmbeddingEvent, Item, Locator, Media, subjects
 from epd_common.protocol.keys import digest, embedding_key
 from epd_common.store import (
     Arena,
@@ -35,7 +35,7 @@ from epd_common.store import (
     SizeTable,
     open_redis,
 )
-from epd_pd.arrivals import Arrivals
+from epd_pd.arrivals import Arrivals, is_metadata
 from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
 from epd_pd.readiness import Readiness
@@ -69,6 +69,8 @@ class HookedOrders(Orders):
         self.before: list[Hook] = []
         self.after: list[Hook] = []
         self.claims: list[Claim] = []
+        self.looks: list[str] = []
+        """States that were found behind events."""
         self.ordered: list[int] = []
         """Epochs of the encode jobs."""
         self.encoder: Callable[[int], Awaitable[None]] | None = None
@@ -76,17 +78,25 @@ class HookedOrders(Orders):
     async def claim(
         self,
         items: Sequence[Item],
+        context: OrderContext,
         *,
         useless: Mapping[str, int] | None = None,
         rescue: bool = False,
     ) -> list[Claim]:
         if self.before:
             await self.before.pop(0)()
-        claims = await super().claim(items, useless=useless, rescue=rescue)
+        claims = await super().claim(items, context, useless=useless, rescue=rescue)
         self.claims.extend(claims)
         if self.after:
             await self.after.pop(0)()
         return claims
+
+    async def state(self, item: Item) -> Claim | None:
+        found = await super().state(item)
+        self.looks.append(found.state if found else "unknown")
+        if self.after:
+            await self.after.pop(0)()
+        return found
 
     async def publish_encodes(
         self, items: Sequence[Item], claims: Sequence[Claim], context: OrderContext
@@ -147,6 +157,7 @@ class House:
             local=self.local,
             encoders_alive=lambda: self.encoders,
             recheck_s=recheck_s,
+            store_patience_s=0.0,
             counters=self.counters,
         )
 
@@ -449,7 +460,7 @@ async def test_late_event_of_an_older_epoch_changes_nothing(house: House, state:
     # The late event makes it look again, which finds the newer epoch still pending.
     house.orders.after.extend([late_then_new, then_new])
     await house.until_right()
-    assert [claim.state for claim in house.orders.claims] == ["pending", "pending"]
+    assert house.orders.looks == ["pending", "ready"]
     assert house.counters["lost"] == 0
 
 
@@ -477,6 +488,56 @@ async def test_an_event_that_names_another_key_is_dropped(house: House) -> None:
     await house.until_right()
 
 
+@pytest.mark.parametrize("state", ["sized", "ready", "failed"])
+@pytest.mark.parametrize("ahead", [-1000, 0, 1, 1 << 40, (1 << 63) - 1 - (1 << 42)])
+async def test_a_forged_event_changes_nothing(house: House, state: Any, ahead: int) -> None:
+    """One that no state stands behind: it comes from nobody who was to encode the item."""
+    epoch = await house.claimed_elsewhere()
+    forged = EmbeddingEvent(
+        key=house.key,
+        epoch=epoch + ahead,
+        state=state,
+        fingerprint="0" * 64,
+        metadata={"image_grid_thw": [1, 200, 200]},
+        rows=10_000,
+        width=7,
+        dtype="float64",
+        bytes=1 << 62,
+        checksum="0" * 32,
+        locators=[Locator(store="arena", node="nowhere"), Locator(store="../../etc")],
+        status=400,
+        code="media_kills_engine",
+        reason="believe me",
+    )
+
+    async def forge() -> None:
+        for _ in range(100):  # more than are kept
+            await house.announce(forged)
+
+    async def encode() -> None:
+        await house.encode(epoch)
+
+    house.orders.after.extend([forge, encode])
+    await house.until_right()
+    assert house.orders.ordered == []
+    assert (house.counters["lost"], house.counters["integrity_faults"]) == (0, 0)
+    assert house.orders.looks[0] == "pending" and house.orders.looks[-1] == "ready"
+
+
+async def test_a_forged_refusal_of_what_nobody_knows_has_it_tried_again(house: House) -> None:
+    """No state stands behind a failure that need not come again; so it may be a real one."""
+    epoch = await house.claimed_elsewhere()
+
+    async def forge() -> None:
+        await house.redis.delete(f"epd:v1:state:{house.key}")
+        await house.announce(house.failure(epoch + 1000, 400))
+
+    house.orders.after.append(forge)
+    house.orders.encoder = house.encode
+    await house.until_right()
+    assert len(house.orders.ordered) == 1
+
+
 async def test_embedding_comes_from_another_node(house: House) -> None:
     epoch = await house.claimed_elsewhere()
     head = header(house.key, house.data, house.fingerprint)
@@ -499,12 +560,15 @@ async def test_failure_of_one_item_releases_the_others(house: House) -> None:
     await house.encode(await house.claimed_elsewhere())
     good = house.item
     bad = Item(media=Media(ref="f" * 64), key="f" * 64, digest="f" * 64)
-    refused = EmbeddingEvent(key=bad.key, epoch=1 << 50, state="failed", status=400, reason="bad")
-    await house.states.claim([bad.key])
+    (claim,) = await house.states.claim([bad.key])
+    refused = EmbeddingEvent(
+        key=bad.key, epoch=claim.epoch, state="failed", status=400, reason="bad"
+    )
     readiness = house.readiness()
 
     async def refuse_when_pinned() -> None:
         await eventually(lambda: house.pinned == [house.key], "the good one is pinned")
+        await house.states.finish(refused)
         await house.announce(refused)
 
     refusing = asyncio.create_task(refuse_when_pinned())
@@ -591,3 +655,21 @@ async def test_a_cancel_that_meets_the_event_is_not_lost(house: House, turns: in
     await asyncio.wait((waiting,), timeout=2.0)
     assert waiting.cancelled()
     assert house.pinned == []
+
+
+@pytest.mark.parametrize(
+    ("grid", "right"),
+    [
+        ([1, 8, 8], True),
+        ([384, 48, 64], True),
+        ([1, 0, 8], False),
+        ([1, 8], False),
+        ([1, 8, 8.5], False),
+        (64, False),
+        ([1_000_000] * 3, False),
+        ([1 << 62, 1, 1], False),
+    ],
+)
+def test_grids_that_could_be_an_items(grid: Any, right: bool) -> None:
+    """A prompt is made with so much room."""
+    assert is_metadata({"image_grid_thw": grid}) == right

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import msgspec
 import pytest
 
 from direct import Inbox, direct_job, publish
@@ -29,7 +30,7 @@ from epd_common.protocol import (
     subjects,
 )
 from epd_common.protocol.codec import encode
-from epd_common.replies import Reply
+from epd_common.replies import Reply, ReplyHub
 from epd_pd.resuming import may_go_on
 from epd_sim.answers import expected_answer, token_of
 from epd_sim.request import read_request
@@ -283,16 +284,16 @@ async def test_an_answer_that_cannot_go_on_ends_in_an_error_event(bare: SimStack
 
 @pytest.mark.slow
 async def test_an_answer_that_nobody_waits_for_is_not_gone_on_with(bare: SimStack) -> None:
-    await bare.add_pd(sim_die_at=10)
-    await bare.start(pds=0)
-    stream = bare.streaming("x", max_tokens=LONG, ignore_eos=True)
-    async with stream as response:
-        assert response.status_code == 200
-        await eventually(bare.pds[0].process.task.done, "the worker ends with its engine")
-    # The cancel was said to nobody; the next worker hears it when it asks.
-    second = await bare.add_pd()
-    await eventually(lambda: _counted(bare, second, "cancelled", 1), "the request is given up")
-    assert "resumed" not in await bare.counters(second)
+    """Its requester has gone without a word that was heard; asked, it says so."""
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 4}
+    async with ReplyHub(bare.bus) as hub:
+        job = direct_job(bare, hub.inbox("gone"), body=json.dumps(body).encode())
+        job = msgspec.structs.replace(job, request_id="gone")
+        await begin_at_attempt_two(bare, job)
+        await eventually(
+            lambda: _counted(bare, bare.pds[0], "cancelled", 1), "the request is given up"
+        )
+    assert "answered" not in await bare.counters(bare.pds[0])
 
 
 @pytest.mark.slow

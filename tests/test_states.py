@@ -12,7 +12,15 @@ from redis.asyncio import Redis
 
 from epd_common.errors import UnavailableError
 from epd_common.protocol import EmbeddingEvent
-from epd_common.store import Claim, KeyStates, MediaStore, StoredFile, open_redis
+from epd_common.store import (
+    Claim,
+    KeyStates,
+    MediaStore,
+    StoredFile,
+    UnwantedError,
+    Waiter,
+    open_redis,
+)
 from service_stack import eventually
 
 LEASE_S = 60.0
@@ -209,6 +217,178 @@ async def test_begin_without_a_state_makes_it_pending(states: KeyStates, key: st
     """Redis may have come back empty: others must not encode it as well."""
     assert await states.begin(key, 7)
     assert await one(states, key) == Claim("pending", 7)
+
+
+# -- who waits ---------------------------------------------------------------------------------------
+
+
+async def ask(states: KeyStates, key: str, name: str, within_s: float = 30.0) -> Claim:
+    """A claim by somebody who waits."""
+    (claim,) = await states.claim([key], waiter=Waiter(name, within_s))
+    return claim
+
+
+async def marks(redis: Redis, key: str) -> set[bytes]:
+    return set(await redis.zrange(f"epd:v1:waiting:{key}", 0, -1))
+
+
+async def test_what_all_have_let_go_of_is_dropped_and_ordered_anew(
+    states: KeyStates, redis: Redis, key: str
+) -> None:
+    first = await ask(states, key, "a")
+    assert (await ask(states, key, "b")).state == "pending"
+    assert await marks(redis, key) == {b"a", b"b"}
+    await states.let_go([key], "a")
+    await states.let_go([key], "b")
+    with pytest.raises(UnwantedError) as caught:
+        await states.begin(key, first.epoch)
+    assert caught.value.key == key
+    assert await states.read([key]) == [None]
+    with pytest.raises(UnwantedError):  # the same job, delivered again
+        await states.begin(key, first.epoch)
+    again = await ask(states, key, "c")
+    assert again.state == "claimed" and again.epoch > first.epoch
+    assert not await states.begin(key, first.epoch), "the old job is not taken for the new one"
+    assert await states.begin(key, again.epoch)
+
+
+@pytest.mark.parametrize("joins", ["before", "after"])
+async def test_who_joins_keeps_the_job_whenever_the_first_one_goes(
+    states: KeyStates, key: str, joins: str
+) -> None:
+    first = await ask(states, key, "a")
+    if joins == "before":
+        assert (await ask(states, key, "b")).state == "pending"
+    await states.let_go([key], "a")
+    if joins == "after":
+        assert (await ask(states, key, "b")) == Claim("pending", first.epoch)
+    assert await states.begin(key, first.epoch)
+
+
+async def test_who_joins_after_the_job_was_dropped_has_one_of_its_own(
+    states: KeyStates, key: str
+) -> None:
+    first = await ask(states, key, "a")
+    await states.let_go([key], "a")
+    with pytest.raises(UnwantedError):
+        await states.begin(key, first.epoch)
+    second = await ask(states, key, "b")
+    assert second.state == "claimed" and await states.begin(key, second.epoch)
+
+
+async def test_the_last_one_who_lets_go_has_the_job_to_take_off(
+    states: KeyStates, key: str
+) -> None:
+    first = await ask(states, key, "a")
+    assert await states.published(key, first.epoch, 17)
+    await ask(states, key, "b")
+    assert await states.let_go([key], "a") == []
+    assert await states.let_go([key, key], "b") == [17], "and once"
+    assert await states.read([key]) == [None]
+    again = await ask(states, key, "c")
+    assert again.state == "claimed" and again.epoch > first.epoch
+    assert await states.let_go([key], "c") == [], "the old job is not the new one's"
+
+
+async def test_a_job_that_is_begun_is_not_taken_off(states: KeyStates, key: str) -> None:
+    first = await ask(states, key, "a")
+    assert await states.published(key, first.epoch, 17)
+    assert await states.begin(key, first.epoch)
+    assert await states.let_go([key], "a") == []
+
+
+async def test_a_job_that_is_begun_before_it_is_noted_is_not_taken_off(
+    states: KeyStates, key: str
+) -> None:
+    first = await ask(states, key, "a")
+    assert await states.begin(key, first.epoch)
+    assert await states.published(key, first.epoch, 17)
+    assert await states.let_go([key], "a") == []
+
+
+async def test_a_job_that_all_have_let_go_of_before_it_is_noted(
+    states: KeyStates, key: str
+) -> None:
+    first = await ask(states, key, "a")
+    assert await states.let_go([key], "a") == []
+    assert not await states.published(key, first.epoch, 17)
+    assert (await ask(states, key, "b")).state == "claimed"
+
+
+async def test_a_job_for_nobody_is_not_taken_off(states: KeyStates, key: str) -> None:
+    claim = await one(states, key)
+    assert await states.published(key, claim.epoch, 17)
+    await ask(states, key, "a")
+    assert await states.let_go([key], "a") == []
+
+
+async def test_a_mark_has_an_end(states: KeyStates, redis: Redis, key: str) -> None:
+    """Whoever was killed keeps no job alive for longer than it could have waited."""
+    first = await ask(states, key, "killed", within_s=0.05)
+    await redis.persist(f"epd:v1:waiting:{key}")  # the mark's own end is meant, not that of all
+    await asyncio.sleep(0.1)
+    with pytest.raises(UnwantedError):
+        await states.begin(key, first.epoch)
+    await ask(states, key, "a", within_s=20)
+    await ask(states, key, "b", within_s=1)
+    assert 10_000 < await redis.pttl(f"epd:v1:waiting:{key}") <= 20_000
+
+
+async def test_what_is_claimed_for_nobody_is_always_encoded(states: KeyStates, key: str) -> None:
+    claim = await one(states, key)
+    await ask(states, key, "a")
+    await states.let_go([key], "a")
+    assert await states.begin(key, claim.epoch)
+
+
+async def test_a_key_that_redis_has_lost_is_encoded(
+    states: KeyStates, redis: Redis, key: str
+) -> None:
+    claim = await ask(states, key, "a")
+    await redis.delete(f"epd:v1:state:{key}", f"epd:v1:waiting:{key}")
+    assert await states.begin(key, claim.epoch)
+
+
+async def test_a_sized_item_that_nobody_waits_for_stops_there(states: KeyStates, key: str) -> None:
+    claim = await ask(states, key, "a")
+    sized = EmbeddingEvent(key=key, epoch=claim.epoch, state="sized")
+    assert await states.begin(key, claim.epoch)
+    assert await states.size(sized)
+    await states.let_go([key], "a")
+    with pytest.raises(UnwantedError):
+        await states.size(sized)
+    assert (await ask(states, key, "b")).state == "claimed"
+
+
+@pytest.mark.parametrize("state", ["ready", "failed"])
+async def test_an_end_leaves_no_marks(
+    states: KeyStates, redis: Redis, key: str, state: str
+) -> None:
+    claim = await ask(states, key, "a")
+    event = ready(key, claim.epoch) if state == "ready" else failed(key, claim.epoch, 400)
+    assert await states.finish(event)
+    assert await marks(redis, key) == set()
+    assert (await ask(states, key, "b")).state == state
+    assert await marks(redis, key) == set(), "nobody waits for what is there"
+
+
+async def test_others_wait_on_when_a_key_is_claimed_anew(states: KeyStates, key: str) -> None:
+    first = await ask(states, key, "a")
+    await ask(states, key, "b")
+    (again,) = await states.claim(
+        [key], useless={key: first.epoch}, waiter=Waiter("a", within_s=30)
+    )
+    await states.let_go([key], "a")
+    assert await states.begin(key, again.epoch), "b waits for the new epoch"
+
+
+async def test_an_abandoned_epoch_does_not_come_again(states: KeyStates, key: str) -> None:
+    """Its job may lie in the queue, where the new one would be taken for a duplicate of it."""
+    epochs = []
+    for _ in range(50):  # many within a millisecond
+        epochs.append((await ask(states, key, "a")).epoch)
+        await states.abandon(key, epochs[-1])
+    assert epochs == sorted(set(epochs))
 
 
 async def test_redis_that_is_away(redis_url: str, key: str) -> None:

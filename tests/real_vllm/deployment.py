@@ -34,6 +34,7 @@ LITTLE_MEMORY = ("--max-model-len", "1024", "--num-gpu-blocks-override", "10")
 SETUPS = {
     "e+pd": Setup(),
     "two of each": Setup(encoders=2, pds=2),
+    "little memory": Setup(engine=LITTLE_MEMORY),
     "both": Setup(encoders=0),
     "both, little memory": Setup(encoders=0, engine=LITTLE_MEMORY),
     "rescue": Setup(

@@ -110,6 +110,31 @@ async def stalled(rig: Rig) -> dict[str, Any]:
     }
 
 
+async def cancelled(rig: Rig) -> dict[str, Any]:
+    """What the engine holds after requests were cancelled in it: the note of the step of a text request."""
+    await text(rig, "quiet")
+    found = {"quiet": rig.last_step()}
+    for stage in ("prefill", "decode"):
+        asking = []
+        for _ in range(SEQS - 1):
+            name, keys = f"{stage}{next(rig.numbers)}", rig.keys(0)
+            asking.append(
+                asyncio.create_task(rig.ask(name, keys, (0,), max_tokens=300, ignore_eos=True))
+            )
+            await rig.scheduled(name, 1)  # the text before its picture is prefilled
+            if stage == "decode":
+                await rig.pin(keys[0], 0)
+                await rig.scheduled(name, 5)
+        await text(rig, f"before-{stage}")
+        found[f"{stage}, before"] = rig.last_step()
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+        await text(rig, f"after-{stage}")
+        found[stage] = rig.last_step()
+    return found
+
+
 async def unfit_files(rig: Rig) -> dict[str, Any]:
     """Every kind of wrong file fails its own request, before and after others were prefilled."""
     expected = await reference(rig, (0, 1), (0, 1))
@@ -189,6 +214,7 @@ SCENARIOS: dict[str, Callable[[Rig], Awaitable[dict[str, Any]]]] = {
     "arrival_orders": arrival_orders,
     "shared_and_repeated": shared_and_repeated,
     "stalled": stalled,
+    "cancelled": cancelled,
     "unfit_files": unfit_files,
     "evicted_while_in_use": evicted_while_in_use,
     "encoder_cache_reset": encoder_cache_reset,

@@ -13,17 +13,25 @@ from epd_common.bus import Bus
 from epd_common.health import ask_health
 
 
-async def counters(deployment: Deployment, worker: str) -> dict[str, int]:
+async def health(deployment: Deployment, worker: str) -> dict[str, Any]:
     async with Bus(deployment.stack.nats_url, name="test") as bus:
-        health: Any = await ask_health(bus, worker)
-    return dict(health["counters"])
+        return dict(await ask_health(bus, worker))
+
+
+async def counters(deployment: Deployment, worker: str) -> dict[str, int]:
+    return dict((await health(deployment, worker))["counters"])
+
+
+def frozen_encoder(deployment: Deployment) -> contextlib.AbstractAsyncContextManager[None]:
+    """An encoder that neither works nor dies."""
+    return frozen(deployment, "encoder")
 
 
 @contextlib.asynccontextmanager
-async def frozen_encoder(deployment: Deployment) -> AsyncIterator[None]:
-    """An encoder that neither works nor dies."""
-    encoder = next(s for s in deployment.stack.services if s.role == "encoder")
-    processes = [psutil.Process(encoder.pid)]
+async def frozen(deployment: Deployment, role: str) -> AsyncIterator[None]:
+    """A service that neither works nor dies."""
+    service = next(s for s in deployment.stack.services if s.role == role)
+    processes = [psutil.Process(service.pid)]
     processes += processes[0].children(recursive=True)
     for process in processes:
         process.suspend()

@@ -25,6 +25,7 @@ VARIANTS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
             "arrival_orders",
             "shared_and_repeated",
             "stalled",
+            "cancelled",
             "unfit_files",
             "evicted_while_in_use",
             "encoder_cache_reset",
@@ -118,6 +119,15 @@ def check_stalled(result: dict[str, Any], variant: str) -> None:
     print(f"{variant}: {result}")
 
 
+def check_cancelled(result: dict[str, Any], variant: str) -> None:
+    quiet = result["quiet"]
+    for stage in ("prefill", "decode"):
+        before, after = result[f"{stage}, before"], result[stage]
+        assert before["running"] > 1 and before["kv_usage"] > quiet["kv_usage"], stage
+        assert (after["running"], after["waiting"]) == (quiet["running"], quiet["waiting"]), stage
+        assert after["kv_usage"] == quiet["kv_usage"], stage
+
+
 def check_unfit(result: dict[str, Any], variant: str) -> None:
     expected = result.pop("expected")
     assert len(result) == 7
@@ -148,6 +158,7 @@ CHECKS = {
     "arrival_orders": check_orders,
     "shared_and_repeated": check_shared,
     "stalled": check_stalled,
+    "cancelled": check_cancelled,
     "unfit_files": check_unfit,
     "evicted_while_in_use": check_evicted,
     "encoder_cache_reset": check_reset,

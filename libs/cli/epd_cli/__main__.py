@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
             _status,
             "Show the workers; exit code 1 if no model is ready.",
         ),
+        ("cancel", _cancel_arguments, _cancel, "End requests; exit code 1 if nobody had one."),
         (
             "audit",
             _audit_arguments,
@@ -218,6 +219,18 @@ async def _submit(arguments: argparse.Namespace) -> int:
         max_tokens=arguments.max_tokens,
         timeout_s=arguments.timeout,
     )
+
+
+def _cancel_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("request_id", nargs="+", metavar="REQUEST_ID", help="see x-request-id")
+    _broker_arguments(parser)
+
+
+async def _cancel(arguments: argparse.Namespace) -> int:
+    from epd_cli.cancel import cancel
+
+    nats_url = arguments.nats or _brokers(arguments)[0]
+    return await cancel(nats_url, arguments.request_id)
 
 
 def _status_arguments(parser: argparse.ArgumentParser) -> None:

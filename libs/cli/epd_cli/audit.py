@@ -57,6 +57,7 @@ class Evidence:
         keys: Of Valkey, by their kind.
         endless: Keys of Valkey that no time to live ends.
         pending: Encodes that are claimed, under a lease that runs and under one that is over.
+        marks: Of requests that wait for an encode.
     """
 
     accounts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class Evidence:
     keys: dict[str, int] = field(default_factory=dict)
     endless: list[str] = field(default_factory=list)
     pending: dict[str, int] = field(default_factory=lambda: {"leased": 0, "lease_over": 0})
+    marks: int = 0
 
     def of(self, *roles: str) -> list[tuple[str, dict[str, Any]]]:
         return [(name, a) for name, a in sorted(self.accounts.items()) if a["role"] in roles]
@@ -88,6 +90,8 @@ def differences(found: Evidence, *, idle: bool = False) -> list[str]:
             )
         if idle and queue.left:
             wrong.append(f"{queue.left} jobs are left in the {stage} queue")
+    if idle and found.marks:
+        wrong.append(f"{found.marks} marks in Valkey say that a request waits for an encode")
     if found.endless:
         shown = ", ".join(found.endless[:3])
         wrong.append(f"{len(found.endless)} keys in Valkey have no time to live: {shown}")
@@ -120,7 +124,8 @@ def notes(found: Evidence) -> list[str]:
         taken = queue.stored - queue.left
         if settled < taken:
             said.append(
-                f"{taken - settled} {stage} jobs were settled by processes that have ended since"
+                f"{taken - settled} {stage} jobs were settled by processes that have ended since, or "
+                "cancelled in the queue"
             )
         elif settled > taken:
             said.append(f"{settled - taken} {stage} jobs were settled twice")
@@ -219,6 +224,8 @@ async def _look_at_keys(redis: Redis, found: Evidence) -> None:
             pipe.pttl(name)
             if name.startswith(b"epd:v1:state:"):
                 pipe.hmget(name, "state", "until")
+            elif name.startswith(b"epd:v1:waiting:"):
+                pipe.zcount(name, f"({now_ms:.0f}", "+inf")
         rows = iter(await pipe.execute())
         for name in part:
             kinds[name.split(b":")[2].decode()] += 1
@@ -231,6 +238,8 @@ async def _look_at_keys(redis: Redis, found: Evidence) -> None:
                         found.endless.append(f"{name.decode()} (claimed without a lease)")
                     else:
                         found.pending["leased" if int(until) > now_ms else "lease_over"] += 1
+            elif name.startswith(b"epd:v1:waiting:"):
+                found.marks += next(rows)
     found.keys = dict(kinds)
 
 

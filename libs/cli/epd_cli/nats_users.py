@@ -131,9 +131,11 @@ NATS_ROLES: dict[str, NatsRole] = {
             "epd.v1.progress.*",
             *_service("gateway"),
             *(f"$JS.API.STREAM.UPDATE.{stream}" for stream in _STREAMS),
+            f"$JS.API.STREAM.MSG.DELETE.{subjects.GENERATE_STREAM}",
+            f"$JS.API.STREAM.MSG.DELETE.{subjects.ENCODE_STREAM}",
             *_watch()[1:],
         ),
-        subscribe=_served("gateway"),
+        subscribe=(*_served("gateway"), "epd.v1.cancel.*"),
         never_publish=(f"{CLIENT_INBOX}.>",),
     ),
     "encoder": NatsRole(

@@ -11,7 +11,12 @@ from pathlib import Path
 
 from epd_cli.server_process import dying_with_parent
 
-STOP_TIMEOUT_S = 45.0
+DRAIN_S = 30.0
+"""What a service takes for its drain where EPD_DRAIN_S is not set."""
+
+CLOSE_S = 20.0
+"""What it may take beyond its drain."""
+
 LOG_TAIL_LINES = 15
 
 _MODULES = {"gateway": "epd_gateway", "encoder": "epd_encoder", "pd": "epd_pd"}
@@ -34,6 +39,10 @@ class ServiceProcess:
         self.worker_id = worker_id
         self.log_path = log_path
         self._environment = environment
+        self._stop_timeout_s = CLOSE_S + sum(
+            _seconds({**os.environ, **environment}.get(name, ""), default_s)
+            for name, default_s in (("EPD_DRAIN_S", DRAIN_S), ("EPD_DRAIN_NOTICE_S", 0.0))
+        )
         self._process: asyncio.subprocess.Process | None = None
 
     def keep_port(self, port: str) -> None:
@@ -80,11 +89,16 @@ class ServiceProcess:
         if not at_once:
             self.signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
-        # vLLM's own children are in the session that start_new_session made.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+                await asyncio.wait_for(self._process.wait(), self._stop_timeout_s)
+        self.end_children()
         await self._process.wait()
+
+    def end_children(self) -> None:
+        """End it, and what it started and left behind: vLLM's own processes, which hold a GPU's memory."""
+        if self._process is not None:
+            # They are in the session that start_new_session made.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def log_tail(self) -> str:
         """The last lines of its log."""
@@ -92,3 +106,11 @@ class ServiceProcess:
             lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
             return "\n".join(f"    {line}" for line in lines)
         return ""
+
+
+def _seconds(text: str, default_s: float) -> float:
+    """A setting's seconds; the service itself says what is wrong with one that is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return default_s

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from epd_cli.backoff import Backoff
 from epd_cli.brokers import Brokers, embedded_brokers
 from epd_cli.connect import operator_bus
 from epd_cli.processes import ServiceProcess
@@ -23,7 +24,6 @@ from epd_common.errors import EpdError
 from epd_common.tasks import end
 
 START_TIMEOUT_S = 600.0
-RESTART_DELAY_S = 1.0
 POLL_S = 0.1
 ARENA_ROOT = Path("/dev/shm")
 
@@ -105,6 +105,9 @@ class Stack:
     async def supervise(self, stop: asyncio.Event, say: Callable[[str], None]) -> None:
         """Restart what dies, services and brokers, until ``stop`` is set.
 
+        A service that dies again and again is started with growing pauses, and never given up: the others
+        answer meanwhile.
+
         Raises:
             EpdError: something could not be started again.
         """
@@ -116,14 +119,19 @@ class Stack:
                 await broker.start()
 
         async def keep(service: ServiceProcess) -> None:
+            backoff = Backoff()
             while True:
+                started = time.monotonic()
                 code = await service.wait()
+                service.end_children()
+                pause_s = backoff.pause_s(time.monotonic() - started)
                 say(
-                    f"{service.worker_id} ended (exit status {code}); starting it again. "
+                    f"{service.worker_id} ended (exit status {code}); starting it again in {pause_s:g} s. "
                     f"Its log: {service.log_path}"
                 )
-                await asyncio.sleep(RESTART_DELAY_S)
+                await asyncio.sleep(pause_s)
                 await service.start()
+                say(f"{service.worker_id} was started again (process {service.pid})")
                 self.write_state()
 
         keepers = [asyncio.create_task(keep(s), name=f"keep {s.worker_id}") for s in self.services]
@@ -204,6 +212,8 @@ def _services(
         "EPD_ARENA_DIR": str(arena),
         "EPD_STORES": os.environ.get("EPD_STORES", "arena"),  # one node
         "EPD_LOG_FORMAT": os.environ.get("EPD_LOG_FORMAT", "text"),
+        # There is one gateway, so nothing to turn away to.
+        "EPD_DRAIN_NOTICE_S": os.environ.get("EPD_DRAIN_NOTICE_S", "0"),
         "VLLM_RPC_BASE_PATH": ipc,
         **({} if options.encoders else {"EPD_EC_ROLE": "ec_both"}),
         **options.environment,
@@ -227,7 +237,11 @@ def _services(
 
 
 async def _stop_all(services: list[ServiceProcess], up: list[bool]) -> None:
-    await asyncio.gather(*(service.stop(at_once=not up) for service in services))
+    """The gateway first: while it finishes its requests the workers still take their jobs."""
+    gateways = [service for service in services if service.role == "gateway"]
+    workers = [service for service in services if service.role != "gateway"]
+    for group in (gateways, workers):
+        await asyncio.gather(*(service.stop(at_once=not up) for service in group))
 
 
 def _sweep_arenas() -> None:

@@ -12,12 +12,14 @@ from collections.abc import Callable
 CONNECT = "-@all +auth +hello +ping +select +client|setinfo"
 _SCRIPTS = "+script|load +time"  # they concern no key
 
-_STATES = "(~epd:v1:state:* +evalsha +hget +hmget +hset +del +pexpire)"
+_STATES = "(~epd:v1:state:* ~epd:v1:waiting:* +evalsha +hget +hmget +hset +del +pexpire +zcount)"
+_WAITING = "(~epd:v1:waiting:* +zadd +zrem +pttl)"
 
 VALKEY_ROLES: dict[str, tuple[str, ...]] = {
     "gateway": (
         _SCRIPTS,
         _STATES,
+        _WAITING,
         "(~epd:v1:media:* +getex +set +expire)",
         "(~epd:v1:file:* +getex +set +del)",
         "(%W~epd:v1:body:* +set)",
@@ -32,12 +34,14 @@ VALKEY_ROLES: dict[str, tuple[str, ...]] = {
     "pd": (
         _SCRIPTS,
         _STATES,
+        _WAITING,
         "(~epd:v1:media:* +getex +set +expire)",
         "(~epd:v1:file:* +getex)",
         "(%R~epd:v1:body:* +get)",
         "(~epd:v1:emb:* +get +getex +set +expire +del)",
         "(~epd:v1:begun:* +incrby +decrby +get +del +expire)",
         "(~epd:v1:sizes:* +hmget +hlen +hset +expire)",
+        "(~epd:v1:cancelled:* +set +exists)",
     ),
     "operator": ("~epd:v1:* +@all -@admin -@dangerous +info",),
 }

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
@@ -18,16 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epd_common.bus import Bus, Registry
+import nats.js.errors
+
+from epd_common.bus import Bus, Registry, announce
 from epd_common.errors import EpdError, UnavailableError, from_status
 from epd_common.ingest import Ingest, IngestLimits, PictureChecker
 from epd_common.ingest.data_uri import make_data_uri
 from epd_common.login import NatsLogin
 from epd_common.orders import Orders
+from epd_common.protocol import WorkerRecord, subjects
 from epd_common.replies import ReplyHub
 from epd_common.requester import ItemOrigin, Requester
 from epd_common.store import KeyStates, MediaStore, open_redis
 
+HEARTBEAT_S = 2.0
 CHAT = "/v1/chat/completions"
 ENCODE_LEASE_S = 60.0
 TTL_S = 900
@@ -149,7 +156,8 @@ async def connect(
         pictures = await stack.enter_async_context(PictureChecker(limits))
         registry = await stack.enter_async_context(Registry(bus))
         await registry.until_served(SERVED_WITHIN_S)
-        hub = await stack.enter_async_context(ReplyHub(bus))
+        name = await _announced(stack, bus)
+        hub = await stack.enter_async_context(ReplyHub(bus, name=name))
         states = KeyStates(redis, lease_s=ENCODE_LEASE_S, ready_ttl_s=TTL_S)
         yield Client(
             registry,
@@ -158,8 +166,31 @@ async def connect(
                 ingest=Ingest(media, pictures, limits, files=media),
                 orders=Orders(bus, states, media),
                 hub=hub,
+                name=name,
             ),
         )
+
+
+async def _announced(stack: AsyncExitStack, bus: Bus) -> str:
+    """Enter the registry, so that workers end the requests of a client that dies; the key of the record."""
+    worker = secrets.token_hex(6)
+
+    def record(beat: int) -> WorkerRecord:
+        return WorkerRecord(
+            role="client",
+            worker=worker,
+            node=socket.gethostname(),
+            state="ready",
+            beat=beat,
+            ttl_s=3 * HEARTBEAT_S,
+            pid=os.getpid(),
+        )
+
+    try:
+        await stack.enter_async_context(announce(bus, record, every_s=HEARTBEAT_S))
+    except nats.js.errors.BucketNotFoundError:
+        return ""  # no service has ever run here: there is nobody to tell
+    return subjects.worker_key("client", worker)
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:

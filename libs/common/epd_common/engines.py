@@ -104,6 +104,14 @@ class EncoderEngine(Protocol):
     def alive(self) -> bool:
         """False once the engine cannot work any more."""
 
+    @property
+    def steps(self) -> int:
+        """Grows whenever the engine has computed something."""
+
+    @property
+    def owes(self) -> bool:
+        """Whether it has something to compute now: it is not idle, nor does it only wait for embeddings."""
+
     async def start(self, progress: Progress) -> EngineInfo: ...
 
     async def encode(

@@ -77,6 +77,13 @@ class MethodNotAllowedError(EpdError):
     default_code = "method_not_allowed"
 
 
+class RequestTimeoutError(EpdError):
+    """The client took too long to send its request."""
+
+    status = 408
+    default_code = "request_timeout"
+
+
 class ConflictError(EpdError):
     """A request with this id is already running."""
 
@@ -96,6 +103,13 @@ class UnsupportedMediaError(EpdError):
 
     status = 415
     default_code = "unsupported_media"
+
+
+class HeadTooLargeError(EpdError):
+    """A request line and headers above their limit."""
+
+    status = 431
+    default_code = "headers_too_large"
 
 
 class BusyError(EpdError):
@@ -126,6 +140,13 @@ class UnavailableError(EpdError):
     default_code = "unavailable"
 
 
+class SendAgainError(EpdError):
+    """A store lost what the request brought, or is full. No other worker can help; sent again it may work."""
+
+    status = 503
+    default_code = "media_gone"
+
+
 class DeadlineError(EpdError):
     """The request's deadline passed; the message names the stage."""
 
@@ -140,10 +161,12 @@ ERROR_TYPES: dict[int, type[EpdError]] = {
         UnauthorizedError,
         NotFoundError,
         MethodNotAllowedError,
+        RequestTimeoutError,
         ConflictError,
         TooLargeError,
         UnsupportedMediaError,
         BusyError,
+        HeadTooLargeError,
         RequestCancelledError,
         UpstreamError,
         UnavailableError,

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_SETTINGS = 2
 EXIT_FAILED = 1
+EXIT_S = 15.0
+"""What the event loop may take to end once the service has."""
 
 
 def run_service(
@@ -73,8 +76,23 @@ async def _supervise(settings: S, serve: Callable[[S, asyncio.Event], Awaitable[
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number.name)
-    await serve(settings, stop)
+    try:
+        await serve(settings, stop)
+    finally:
+        _end_for_certain()
     return 0
+
+
+def _end_for_certain() -> None:
+    """End the process even where the event loop does not, as it waits for a thread that hangs."""
+
+    def give_up() -> None:
+        logger.error("the process did not end within %g s after its work; ending it", EXIT_S)
+        os._exit(EXIT_FAILED)
+
+    last = threading.Timer(EXIT_S, give_up)
+    last.daemon = True
+    last.start()
 
 
 def _leaves(group: BaseExceptionGroup[EpdError]) -> list[EpdError]:

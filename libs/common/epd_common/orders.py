@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import nats.errors
+import nats.js.errors
 
 from epd_common.bus.connection import Bus
+from epd_common.bus.streams import JOB_MAX_AGE_S, delete_message
 from epd_common.errors import EpdError
 from epd_common.protocol import Cancel, EncodeJob, GenerateJob, Item, subjects
 from epd_common.protocol.codec import encode
 from epd_common.protocol.lanes import BACKGROUND_LANE, encode_lane, generate_lane
-from epd_common.store import Claim, KeyStates, MediaStore
+from epd_common.store import Claim, KeyStates, MediaStore, Waiter
+from epd_common.tasks import whole
+
+logger = logging.getLogger(__name__)
+
+TAKE_OFF_S = 0.5
+"""A cancelled job is taken off its queue within this time, or left for a worker to drop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +43,21 @@ class OrderContext:
     traceparent: str = ""
     scope: str = ""
     background: bool = False
+
+    def waiter(self) -> Waiter | None:
+        """Who waits for the items: a request until its deadline, an early upload as long as a job lives."""
+        if not self.request_id:
+            return None
+        left_s = self.deadline - time.time() if self.deadline else JOB_MAX_AGE_S
+        return Waiter(self.request_id, min(left_s, JOB_MAX_AGE_S))
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """What became of a request's keys, and its job's number in the queue."""
+
+    claims: list[Claim]
+    sequence: int
 
 
 def encode_job(item: Item, epoch: int, context: OrderContext) -> EncodeJob:
@@ -62,16 +88,45 @@ class Orders:
     async def claim(
         self,
         items: Sequence[Item],
+        context: OrderContext,
         *,
         useless: Mapping[str, int] | None = None,
         rescue: bool = False,
     ) -> list[Claim]:
         """The state of each item's key; ``claimed`` ones are the caller's to publish.
 
-        With ``rescue`` they are the caller's to encode itself.
+        With ``rescue`` they are the caller's to encode itself. The context's request waits from now on for
+        those that are not there, until :meth:`let_go`.
         """
         keys = [item.key for item in items]
-        return await self._states.claim(keys, useless=useless, rescue=rescue)
+        claiming = asyncio.ensure_future(
+            self._states.claim(keys, useless=useless, rescue=rescue, waiter=context.waiter())
+        )
+        try:
+            return await whole(claiming)
+        except asyncio.CancelledError:
+            # A claim whose answer nobody has read would hold its key until its lease is over.
+            if claiming.exception() is None:
+                await whole(self._give_back(keys, claiming.result()))
+            raise
+
+    async def _give_back(self, keys: Sequence[str], claims: Sequence[Claim]) -> None:
+        with contextlib.suppress(EpdError):
+            for key, claim in zip(keys, claims, strict=True):
+                if claim.state == "claimed":
+                    await self._states.abandon(key, claim.epoch)
+
+    async def let_go(self, keys: Sequence[str], request_id: str) -> None:
+        """A request waits for none of these any more. What else waits for them gets them all the same."""
+        with contextlib.suppress(EpdError):  # its marks have an end
+            jobs = await self._states.let_go(keys, request_id)
+            taking = (self._take_off(subjects.ENCODE_STREAM, job, request_id) for job in jobs)
+            await asyncio.gather(*taking)
+
+    async def state(self, item: Item) -> Claim | None:
+        """The state of an item's key as it is; None if nobody knows it."""
+        (found,) = await self._states.read([item.key])
+        return found
 
     async def publish_encodes(
         self, items: Sequence[Item], claims: Sequence[Claim], context: OrderContext
@@ -100,7 +155,7 @@ class Orders:
         job = encode_job(item, claim.epoch, context)
         lane = BACKGROUND_LANE if context.background else encode_lane(place)
         try:
-            await self._bus.store(
+            sequence = await self._bus.store(
                 subjects.encode_subject(context.model, lane),
                 job,
                 # The epoch keeps the duplicate window from swallowing a new encode after an eviction.
@@ -109,34 +164,68 @@ class Orders:
         except BaseException:
             await self._states.abandon(item.key, claim.epoch)
             raise
+        with contextlib.suppress(
+            EpdError
+        ):  # then an encoder takes it, and looks whether it is wanted
+            if not await self._states.published(item.key, claim.epoch, sequence):
+                await self._take_off(subjects.ENCODE_STREAM, sequence, context.request_id)
 
-    async def publish_generate(self, job: GenerateJob) -> None:
-        """Publish a generate job; a body too large for a message goes to the media store."""
+    async def publish_generate(self, job: GenerateJob) -> int:
+        """Publish a generate job; its number in the queue. A body too large for a message goes to the media
+        store."""
         if len(encode(job)) > self._bus.max_payload_bytes:
             ref = await self._media.put_body(job.body)
             job = msgspec.structs.replace(job, body=b"", body_ref=ref)
-        await self._bus.store(
+        return await self._bus.store(
             subjects.generate_subject(job.model, generate_lane(len(job.items))),
             job,
             message_id=f"generate-{job.request_id}",
         )
 
-    async def submit(self, job: GenerateJob, context: OrderContext) -> list[Claim]:
+    async def submit(self, job: GenerateJob, context: OrderContext) -> Submitted:
         """Claim the job's keys, then publish its encode jobs and itself at the same moment.
 
         Raises:
             EpdError: something was not taken; then the request does not run.
         """
-        claims = await self.claim(job.items)
+        claims = await self.claim(job.items, context)
         encodes = self.publish_encodes(job.items, claims, context)
         generate = self.publish_generate(job)
-        results = await asyncio.gather(encodes, generate, return_exceptions=True)
-        for result in results:
-            if isinstance(result, EpdError):
-                # The generate job may have been taken although an encode job was not.
-                cancel = Cancel(request_id=job.request_id, reason="not submitted whole")
-                with contextlib.suppress(EpdError):
-                    await self._bus.emit(subjects.cancel_subject(job.request_id), cancel)
-            if isinstance(result, BaseException):
-                raise result
-        return claims
+        _, sequence = results = await asyncio.gather(encodes, generate, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            # The generate job may have been taken although an encode job was not.
+            await self.withdraw(
+                job, sequence if isinstance(sequence, int) else 0, "not submitted whole"
+            )
+            raise failures[0]
+        assert isinstance(sequence, int)
+        return Submitted(claims, sequence)
+
+    async def withdraw(self, job: GenerateJob, sequence: int, reason: str) -> None:
+        """Take a request back wherever it is: off its queue, from who works on it, and from who waits.
+
+        Off the queue first: who got the job before listens to cancels, so one that is sent after that reaches
+        him, and nobody gets it later.
+
+        Args:
+            sequence: The job's number in the queue; 0 if it is not known.
+        """
+        if sequence:
+            await self._take_off(subjects.GENERATE_STREAM, sequence, job.request_id)
+        cancel = Cancel(request_id=job.request_id, reason=reason)
+        with contextlib.suppress(EpdError):  # then its deadline ends it
+            await self._bus.emit(subjects.cancel_subject(job.request_id), cancel)
+        await self.let_go([item.key for item in job.items], job.request_id)
+
+    async def _take_off(self, stream: str, sequence: int, request_id: str) -> None:
+        """Delete a job from its queue, or leave it to be dropped by the worker that gets it."""
+        try:
+            async with asyncio.timeout(TAKE_OFF_S):
+                await delete_message(self._bus, stream, sequence)
+        except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+            logger.warning(
+                "a job that nobody wants stays in its queue, for a worker to drop: %s",
+                str(error) or type(error).__name__,
+                extra={"request_id": request_id},
+            )

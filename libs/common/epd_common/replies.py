@@ -16,9 +16,16 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from epd_common.bus.connection import Bus
-from epd_common.errors import DeadlineError, EpdError, UpstreamError, from_status
+from epd_common.errors import (
+    DeadlineError,
+    EpdError,
+    RequestCancelledError,
+    UpstreamError,
+    from_status,
+)
 from epd_common.protocol import (
     Cancel,
+    Cancelled,
     Progress,
     ProtocolError,
     ReplayRequest,
@@ -237,6 +244,10 @@ class Reply:
         )
         return self._progress
 
+    def cancelled(self) -> None:
+        """Somebody else has cancelled the request: whoever waits here is told at once."""
+        self._fail(RequestCancelledError("the request was cancelled"))
+
     def suspect(self) -> None:
         """Frames may have been lost: the connection was another one meanwhile."""
         self._ask_at = time.monotonic()
@@ -307,17 +318,27 @@ def _worker_lost() -> UpstreamError:
 
 
 class ReplyHub:
-    """Hands frames to the replies of this process. Use as an async context manager."""
+    """Hands frames to the replies of this process. Use as an async context manager.
 
-    def __init__(self, bus: Bus) -> None:
+    Args:
+        name: Key of the process's record in the registry, for who cancels its requests and asks.
+    """
+
+    def __init__(self, bus: Bus, *, name: str = "") -> None:
         self._bus = bus
+        self._name = name
         self._prefix = bus.client.new_inbox()
         self._replies: dict[str, Reply] = {}
-        self._subscription: Subscription | None = None
+        self._subscriptions: list[Subscription] = []
         self._looking: asyncio.Task[None] | None = None
+        self._closed: EpdError | None = None
 
     async def __aenter__(self) -> Self:
-        self._subscription = await self._bus.subscribe(f"{self._prefix}.*", self._on_message)
+        for subject, handler in (
+            (f"{self._prefix}.*", self._on_message),
+            (subjects.cancel_subject("*"), self._on_cancel),
+        ):
+            self._subscriptions.append(await self._bus.subscribe(subject, handler))
         await self._bus.flush()
         self._looking = asyncio.create_task(self._look(), name="look for lost frames")
         return self
@@ -330,9 +351,9 @@ class ReplyHub:
     ) -> None:
         if self._looking is not None:
             await end(self._looking)
-        if self._subscription is not None:
+        for subscription in self._subscriptions:
             with contextlib.suppress(nats.errors.Error):
-                await self._subscription.unsubscribe()
+                await subscription.unsubscribe()
 
     async def _look(self) -> None:
         """Ask for frames that are missing, and whether any are, after the broker was away."""
@@ -363,6 +384,15 @@ class ReplyHub:
             "buffered_bytes": sum(reply.buffered_bytes for reply in self._replies.values()),
         }
 
+    async def fail_all(self, error: EpdError) -> None:
+        """End every reply, and those to come, with an error, after what has come of it; who works on one is
+        told to stop."""
+        self._closed = error
+        for reply in list(self._replies.values()):
+            reply._fail(error)
+            if reply.submitted:
+                await self._give_up(reply)
+
     @property
     def open_replies(self) -> int:
         return len(self._replies)
@@ -376,6 +406,8 @@ class ReplyHub:
 
     def register(self, reply: Reply) -> None:
         self._replies[reply.request_id] = reply
+        if self._closed is not None:
+            reply._fail(self._closed)
 
     def forget(self, reply: Reply) -> None:
         self._replies.pop(reply.request_id, None)
@@ -403,12 +435,28 @@ class ReplyHub:
         if reply.given_up:
             await self._give_up(reply)
 
+    async def _on_cancel(self, message: Msg) -> None:
+        reply = self._replies.get(message.subject.rpartition(".")[2])
+        if reply is None:
+            return
+        reply.cancelled()
+        role, _, worker = self._name.partition(".")
+        await answer_cancel(self._bus, message, reply.request_id, role=role, worker=worker)
+
     async def _resume(self, request_id: str, reply: Reply | None, asked: ResumeRequest) -> None:
         """Tell a worker where to go on, or that nobody waits any more."""
-        if reply is None:
+        if reply is None or reply.given_up:
             await self.cancel(request_id, "the requester has gone")
             return
         progress = reply.resume(asked)
         if progress is not None:
             with contextlib.suppress(EpdError):  # it asks again
                 await self._bus.emit(subjects.progress_subject(request_id), progress)
+
+
+async def answer_cancel(bus: Bus, message: Msg, request_id: str, *, role: str, worker: str) -> None:
+    """Tell whoever cancels a request, if he asks, who had it."""
+    if subjects.is_inbox(message.reply):
+        with contextlib.suppress(EpdError):
+            answer = Cancelled(request_id=request_id, role=role, worker=worker)
+            await bus.emit(message.reply, answer)

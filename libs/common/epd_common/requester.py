@@ -5,6 +5,7 @@ The gateway is this behind HTTP; the client library is this behind Python.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import time
@@ -21,6 +22,7 @@ from epd_common.orders import OrderContext, Orders
 from epd_common.protocol import GenerateJob, Item, WorkerRecord
 from epd_common.replies import Reply, ReplyHub
 from epd_common.store import Claim
+from epd_common.tasks import whole
 
 ItemOrigin = Literal["encoded", "shared", "reused"]
 """``encoded`` for this request, ``shared`` with an encode under way, ``reused`` from a store."""
@@ -42,11 +44,17 @@ class SentRequest:
 
 
 class Requester:
-    """Submits requests of one process."""
+    """Submits requests of one process.
+
+    Args:
+        name: Key of the process's record in the registry. Workers end its requests when its heartbeat is
+            missing; empty: those end by their deadlines alone.
+    """
 
     def __init__(
-        self, *, registry: Registry, ingest: Ingest, orders: Orders, hub: ReplyHub
+        self, *, registry: Registry, ingest: Ingest, orders: Orders, hub: ReplyHub, name: str = ""
     ) -> None:
+        self._name = name
         self._registry = registry
         self._ingest = ingest
         self._orders = orders
@@ -101,6 +109,7 @@ class Requester:
                 deadline=stage_deadline,
                 scope=scope,
                 traceparent=traceparent,
+                requester=self._name,
             )
             context = OrderContext(
                 model=worker.model,
@@ -110,13 +119,31 @@ class Requester:
                 deadline=stage_deadline,
                 traceparent=traceparent,
             )
-            reply.submitted = True
-            claims = await self._orders.submit(job, context)
-            yield SentRequest(reply, prepared.items, [_origin(claim) for claim in claims])
+            async with self._submitted(job, context, reply) as claims:
+                yield SentRequest(reply, prepared.items, [_origin(claim) for claim in claims])
+
+    @contextlib.asynccontextmanager
+    async def _submitted(
+        self, job: GenerateJob, context: OrderContext, reply: Reply
+    ) -> AsyncIterator[list[Claim]]:
+        """A request on its way; left before the reply's end, it is taken back from wherever it is."""
+        reply.submitted = True
+        # Submitted whole also for a client that goes away meanwhile, as the job's place is known only then.
+        submitting = asyncio.ensure_future(self._orders.submit(job, context))
+        try:
+            submitted = await whole(submitting)
+            yield submitted.claims
+        finally:
+            if not reply.finished:
+                # What could not be submitted was withdrawn there.
+                reply.submitted = False
+                if submitting.exception() is None:
+                    sequence = submitting.result().sequence
+                    reason = "the requester went away"
+                    await whole(self._orders.withdraw(job, sequence, reason))
 
     async def encode_early(self, item: Item, worker: WorkerRecord, *, scope: str) -> None:
         """Have an item encoded before any request asks for it."""
-        claims = await self._orders.claim([item])
         context = OrderContext(
             model=worker.model,
             fingerprint=worker.fingerprint,
@@ -124,6 +151,7 @@ class Requester:
             scope=scope,
             background=True,
         )
+        claims = await self._orders.claim([item], context)
         await self._orders.publish_encodes([item], claims, context)
 
     def worker_for(self, body: dict[str, Any]) -> WorkerRecord:
@@ -142,7 +170,7 @@ class Requester:
             encoders = {record.fingerprint for record in self._registry.encoding(model)}
             return next((record for record in ready if record.fingerprint in encoders), ready[0])
         workers = [view.record for view in self._registry.workers()]
-        known = {record.model for record in workers if record.role != "gateway"}
+        known = {record.model for record in workers if record.role in ("encoder", "pd")}
         if model in known or not known:
             raise UnavailableError(
                 f"no PD worker of model {model!r} is ready", stage="generate", retry_after_s=5.0

@@ -188,6 +188,12 @@ class WorkerSettings(CommonSettings):
         description="Stores an encoder writes to and a PD worker reads from, nearest first: "
         "`arena` (same node), `redis` (any node).",
     )
+    stall_s: float = Field(
+        120.0,
+        ge=0,
+        description="Seconds without a step after which an engine that has work is held for hung, and its "
+        "worker ends; well above the longest step (prefill of a long prompt, a large video). 0: never.",
+    )
     engine_args: str = Field(
         "", description="More arguments for the vLLM engine, as on vLLM's command line."
     )

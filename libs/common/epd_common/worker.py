@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, Self
 from redis.asyncio import Redis
 
 from epd_common.bus import Bus, Delivery, JobPuller, announce, declare_consumers, declare_streams
+from epd_common.bus.exhausted import OnExhausted
 from epd_common.bus.micro import micro_service
 from epd_common.encode import Encoding
 from epd_common.engines import EncoderEngine, EngineInfo, Progress
@@ -35,12 +36,23 @@ from epd_common.store import (
     open_redis,
 )
 from epd_common.store.arena import sweeping
+from epd_common.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 ENGINE_WATCH_S = 0.5
 GIVE_BACK_DELAY_S = 0.1
 UNEXPECTED_DELAY_S = 1.0
+STEP_BACK_S, LONGEST_STEP_BACK_S = 1.0, 10.0
+"""So long after a worker gave a job back for want of a broker or store it takes no other: others shall. Twice
+as long each time, until it does one."""
+
+BROKEN_DRAIN_S = 1.0
+"""What a worker whose engine is dead gives its jobs to end by themselves."""
+
+ENGINE_STOP_S = 15.0
+"""An engine that does not stop within this is left behind; its processes end with the worker's."""
+
 HEARTBEATS_MISSED = 3
 
 
@@ -54,7 +66,15 @@ class Engine(Protocol):
     @property
     def alive(self) -> bool: ...
 
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def owes(self) -> bool: ...
+
     async def start(self, progress: Progress) -> EngineInfo: ...
+
+    async def stop(self) -> None: ...
 
 
 class Worker:
@@ -78,7 +98,10 @@ class Worker:
         self._phase = ""
         self._info: EngineInfo | None = None
         self._engine: Engine | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._broken = asyncio.Event()
+        self._failure = ""
+        self._setbacks = 0
         self._pullers: list[JobPuller] = []
         self._jobs: dict[Stage, Ledger] = {}
         self._holdings: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -131,20 +154,36 @@ class Worker:
             self._encodes = "queue" if takes_encodes else "rescue"
         return self._info
 
-    async def work(self, queues: Sequence[tuple[JobPuller, Handle]], stop: asyncio.Event) -> None:
-        """Take jobs until ``stop`` is set or the engine dies; then finish, or give back, what runs.
+    async def stop_engine(self) -> None:
+        """Stop the engine, if it was started; one that does not end is not waited for long."""
+        if self._engine is None:
+            return
+        if self._ending is None:  # who asks once more waits for the same end
+            self._ending = asyncio.create_task(self._engine.stop(), name="engine stop")
+        await asyncio.wait((self._ending,), timeout=ENGINE_STOP_S)
+        if not self._ending.done():
+            logger.error("the engine did not stop within %g s", ENGINE_STOP_S)
+        elif (error := self._ending.exception()) is not None:
+            logger.error("the engine did not stop in order", exc_info=error)
+
+    async def work(
+        self, queues: Sequence[tuple[JobPuller, Handle, OnExhausted]], stop: asyncio.Event
+    ) -> None:
+        """Take jobs until ``stop`` is set or the engine fails; then finish, or give back, what runs.
+
+        Each queue comes with what does a job, and with what tells who waits for it that nobody will.
 
         Raises:
-            UpstreamError: the engine died.
+            UpstreamError: the engine died, or hung.
         """
-        self._pullers = [puller for puller, _ in queues]
+        self._pullers = [puller for puller, _, _ in queues]
         self._set_state("ready")
         broken = self._broken
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(self._watch_engine(), name="engine watch")
             pulls = [
-                group.create_task(self._pull(puller, handle), name="pull")
-                for puller, handle in queues
+                group.create_task(self._pull(puller, handle, tell), name="pull")
+                for puller, handle, tell in queues
             ]
             await wait_any(stop, broken, self._bus.lost)
             self._set_state("failed" if broken.is_set() else "draining")
@@ -155,50 +194,66 @@ class Worker:
         if self._bus.lost.is_set():
             raise UnavailableError("the connection to NATS is lost for good; the process ends")
         if broken.is_set():
-            raise UpstreamError(
-                f"the {self._role}'s engine died; the process ends", stage=self._role
-            )
+            raise UpstreamError(f"{self._failure}; the process ends", stage=self._role)
+        logger.info("drained; %d jobs were given back", self.counters["given_back"])
 
-    async def _pull(self, puller: JobPuller, handle: Handle) -> None:
+    async def _pull(self, puller: JobPuller, handle: Handle, tell: OnExhausted) -> None:
         """Run every job that comes in a task of its own; at the end they have ``drain_s`` to finish."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(None) as bound, asyncio.TaskGroup() as jobs:
                 async for delivery in puller.deliveries():
                     jobs.create_task(
-                        self._run(puller, handle, delivery), name=f"job {delivery.subject}"
+                        self._run(puller, handle, tell, delivery), name=f"job {delivery.subject}"
                     )
-                logger.info("draining %d jobs", puller.busy)
-                bound.reschedule(loop.time() + self._settings.drain_s)
+                drain_s = BROKEN_DRAIN_S if self._broken.is_set() else self._settings.drain_s
+                logger.info("draining %d jobs for %g s at most", puller.busy, drain_s)
+                bound.reschedule(loop.time() + drain_s)
         except TimeoutError:
-            logger.warning("jobs that did not finish within EPD_DRAIN_S were given back")
+            logger.warning("jobs that did not finish within %g s were given back", drain_s)
 
-    async def _run(self, puller: JobPuller, handle: Handle, delivery: Delivery) -> None:
+    async def _run(
+        self, puller: JobPuller, handle: Handle, tell: OnExhausted, delivery: Delivery
+    ) -> None:
         """One job's boundary: whatever it raises ends here, with its delivery settled."""
         entry = self._jobs.setdefault(puller.stage, Ledger()).enter()
         try:
             await handle(delivery)
+            self._setbacks = 0
         except asyncio.CancelledError:
-            drained = UnavailableError("the worker was shut down before the job was done")
-            await self._give_back(delivery, drained, GIVE_BACK_DELAY_S)
+            drained = UnavailableError(
+                "the last of the workers that had this job was shut down before it was done; send it again",
+                code="worker_stopped",
+                stage=self._role,
+                retry_after_s=1.0,
+            )
+            await self._give_back(delivery, drained, GIVE_BACK_DELAY_S, tell)
             raise
         except EpdError as error:
             logger.warning("job given back: %s", error, extra=error.fields())
-            await self._give_back(delivery, error, GIVE_BACK_DELAY_S)
+            if isinstance(error, UnavailableError) and not puller.rests:
+                step_back_s = min(STEP_BACK_S * 2**self._setbacks, LONGEST_STEP_BACK_S)
+                puller.step_back(GIVE_BACK_DELAY_S + step_back_s)
+                self._setbacks += 1
+            await self._give_back(delivery, error, GIVE_BACK_DELAY_S, tell)
         except Exception as error:
             logger.exception("job failed by an unexpected error; given back")
             unexpected = EpdError(f"unexpected {type(error).__name__}; the worker's log says more")
-            await self._give_back(delivery, unexpected, UNEXPECTED_DELAY_S)
+            await self._give_back(delivery, unexpected, UNEXPECTED_DELAY_S, tell)
         finally:
             if self._engine is not None and not self._engine.alive:
-                self._broken.set()  # at once, so that it takes no further job
+                self._fail("died")  # at once, so that it takes no further job
             entry.end(delivery.outcome or "repeated")
             puller.release()
 
-    async def _give_back(self, delivery: Delivery, error: EpdError, delay_s: float) -> None:
+    async def _give_back(
+        self, delivery: Delivery, error: EpdError, delay_s: float, tell: OnExhausted
+    ) -> None:
         """Have the job done again; after the last attempt the queue would only keep it for ever."""
+        self.counters["given_back"] += 1
         if delivery.last_attempt:
             try:
+                await tell(delivery.data, error)
                 await delivery.give_up(error)
                 return
             except EpdError as failure:
@@ -206,9 +261,27 @@ class Worker:
         await delivery.retry(delay_s)
 
     async def _watch_engine(self) -> None:
-        while self._engine is not None and self._engine.alive:  # noqa: ASYNC110 - vLLM has no event
+        """Return when the engine has died, or was held for hung and was ended for that."""
+        engine = self._engine
+        assert engine is not None
+        bound_s = self._settings.stall_s
+        watchdog = Watchdog(bound_s=bound_s, longest_look_s=2 * ENGINE_WATCH_S)
+        looked = time.monotonic()
+        while engine.alive:
             await asyncio.sleep(ENGINE_WATCH_S)
-        self._broken.set()
+            last, looked = looked, time.monotonic()
+            if watchdog.look(steps=engine.steps, owes=engine.owes, since_last_s=looked - last):
+                self._fail(f"computed nothing for {bound_s:g} s (EPD_STALL_S) though it had work")
+                # Now its jobs fail, and the items among them count as begun and never ended.
+                await self.stop_engine()
+                return
+        self._fail("died")
+
+    def _fail(self, what: str) -> None:
+        """The engine is of no use any more."""
+        if not self._broken.is_set():
+            self._failure = f"the {self._role}'s engine {what}"
+            self._broken.set()
 
     def _set_phase(self, phase: str) -> None:
         self._phase = phase
@@ -240,6 +313,7 @@ class Worker:
             encodes=self._encodes,
             pid=os.getpid(),
             phase=self._phase,
+            error=self._failure,
             max_model_len=info.max_model_len if info else 0,
             special_tokens=list(info.special_tokens) if info else [],
             versions=info.versions if info else {},
@@ -268,6 +342,8 @@ class Worker:
             "phase": self._phase,
             "busy": self._busy,
             "slots": self._slots,
+            "steps": self._engine.steps if self._engine is not None else 0,
+            "owes": self._engine is not None and self._engine.owes,
             "counters": dict(self.counters),
         }
 

@@ -38,8 +38,10 @@ class Device:
         self._sleep = sleep
         self._slow_factor = slow_factor
         self._free = asyncio.Lock()
+        self.computed = 0
 
     async def compute(self, seconds: float) -> None:
         """Be busy for so long."""
         async with self._free:
             await self._sleep(seconds * self._slow_factor)
+            self.computed += 1

@@ -79,6 +79,14 @@ class SimEngine:
     def alive(self) -> bool:
         return self._alive
 
+    @property
+    def steps(self) -> int:
+        return self._device.computed
+
+    @property
+    def owes(self) -> bool:
+        return self._tower.owes
+
     async def start(self, progress: Progress) -> EngineInfo:
         progress(f"simulating {self._profile.name}")
         self._alive = True

@@ -67,6 +67,11 @@ class SimPdEngine(SimEngine):
         )
         self._inside: dict[Sequence, PromptInside] = {}
         self._changes = Changes()
+        self._stepping = False
+
+    @property
+    def owes(self) -> bool:
+        return self._stepping or super().owes
 
     async def start(self, progress: Progress) -> EngineInfo:
         info = await super().start(progress)
@@ -135,6 +140,7 @@ class SimPdEngine(SimEngine):
             seen = self._changes.count
             # One look at each key a step, so that all who ask in it agree.
             step = self._scheduler.schedule(functools.cache(self._is_here))
+            self._stepping = not step.empty
             if step.empty:
                 await self._changes.since(seen)
                 continue

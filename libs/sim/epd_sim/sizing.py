@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from epd_common.decoding.pictures import picture_size
 from epd_common.errors import BadRequestError
-from epd_common.ingest.pictures import picture_size
 
 MERGE = 2
 """Patches along each edge of what becomes one row."""

@@ -56,6 +56,11 @@ class Tower:
         self._changes = Changes()
         self._dead = False
 
+    @property
+    def owes(self) -> bool:
+        """Whether anything is in a batch, or waits for one."""
+        return bool(self._batch or self._waiting)
+
     async def encode(self, key: str, data: bytes, size: Size) -> StagedEmbedding:
         """Encode one item.
 

@@ -48,6 +48,15 @@ class VllmEngine:
         self._staging = staging
         self._engine: AsyncLLM | None = None
         self._encoder: ItemEncoder | None = None
+        self._steps = 0
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    @property
+    def owes(self) -> bool:
+        return self._encoder is not None and self._encoder.running > 0
 
     @property
     def alive(self) -> bool:
@@ -72,7 +81,20 @@ class VllmEngine:
 
     async def _launch(self, arguments: list[str], progress: Progress) -> tuple[AsyncLLM, Namespace]:
         self._engine, parsed = await launch(arguments, progress)
+        self._count_steps(self._engine)
         return self._engine, parsed
+
+    def _count_steps(self, engine: AsyncLLM) -> None:
+        """Count the steps that gave something: what the engine's process sends of each is the only sign of
+        its life that costs nothing."""
+        receive = engine.engine_core.get_output_async
+
+        async def counted() -> Any:
+            outputs = await receive()
+            self._steps += 1
+            return outputs
+
+        vars(engine.engine_core)["get_output_async"] = counted
 
     async def _loaded(self, modalities: Modalities, *, encodes: bool) -> EngineInfo:
         """What was loaded; with ``encodes`` it takes items from now on."""

@@ -46,6 +46,8 @@ class ItemEncoder:
         self._resolver = _resolver(engine, modalities)
         config = engine.vllm_config.ec_transfer_config
         self._generates = config is not None and config.is_ec_consumer
+        self.running = 0
+        """Items that are in the engine now."""
 
     async def encode(
         self,
@@ -143,6 +145,7 @@ class ItemEncoder:
         )
         request_id = f"encode-{next(self._numbers)}"
         final = None
+        self.running += 1
         try:
             async for output in self._engine.generate(rendered, sampling, request_id):
                 final = output
@@ -156,6 +159,8 @@ class ItemEncoder:
             raise UpstreamError(
                 f"the encoder's engine failed: {error.__cause__ or error}", stage="encode", key=key
             ) from error
+        finally:
+            self.running -= 1
         items = (final.ec_transfer_params if final is not None else None) or {}
         if len(items) != 1:
             raise UpstreamError(

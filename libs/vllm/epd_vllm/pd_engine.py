@@ -66,6 +66,14 @@ class VllmPdEngine(VllmEngine):
         self._sleep_when_stalled = sleep_when_stalled
         self._fingerprint = ""
         self._app: OpenAIApp | None = None
+        self._answering: dict[str, list[str]] = {}
+        """The keys of each request that is inside."""
+
+    @property
+    def owes(self) -> bool:
+        return super().owes or any(
+            all((self._pins / key).exists() for key in keys) for keys in self._answering.values()
+        )
 
     async def start(self, progress: Progress) -> EngineInfo:
         folder = await asyncio.to_thread(model_folder, self._options.model)
@@ -120,6 +128,7 @@ class VllmPdEngine(VllmEngine):
         tape = Tape(told) if body.get("stream") else None
         call = self._app.call(route, msgspec.json.encode(body), request_id=request_id, tape=tape)
         head: AnswerHead | None = None
+        self._answering[request_id] = [item.key for item in placeholders]
         try:
             async for part in call:
                 if isinstance(part, AnswerHead):
@@ -132,6 +141,7 @@ class VllmPdEngine(VllmEngine):
             if head is not None:
                 yield head
         finally:
+            self._answering.pop(request_id, None)
             await call.aclose()
 
     def _check_told(self, told: Told) -> None:

@@ -32,11 +32,11 @@ class EncoderService:
         async with AsyncExitStack() as stack:
             parts = await connect(stack, settings, role="encoder", slots=settings.encoder_slots)
             engine = self._make_engine(parts.arena.staging)
-            stack.push_async_callback(engine.stop)
+            stack.push_async_callback(parts.worker.stop_engine)
             info = await parts.worker.load(engine, takes_encodes=True)
             handler = EncodeHandler(parts.encoding(engine, info), parts.worker.counters)
             await stack.enter_async_context(
                 burying_exhausted(parts.bus, "encode", handler.exhausted)
             )
             puller = await parts.pull(stack, "encode", slots=settings.encoder_slots)
-            await parts.worker.work([(puller, handler.handle)], stop)
+            await parts.worker.work([(puller, handler.handle, handler.exhausted)], stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -35,12 +36,17 @@ from epd_common.requester import Requester
 from epd_common.store import MediaStore
 from epd_gateway.auth import KeyRing, RequireKey, caller_of
 from epd_gateway.bodies import read_body
+from epd_gateway.draining import CloseWhileDraining
 from epd_gateway.files import add_file_routes
 from epd_gateway.metrics import GatewayMetrics
+from epd_gateway.openapi import openapi_document
 from epd_gateway.relay import Relay
 from epd_gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
+
+PROBE_S = 1.5
+"""What Valkey gets to answer ``/ready``, which itself must be quick: load balancers wait a few seconds."""
 
 SEND_GRACE_S = 30.0
 """So long after its deadline a slow client may still read what there is of its answer."""
@@ -73,8 +79,9 @@ class Edge:
         if not self.bus.connected:
             return "NATS is not connected"
         try:
-            await self.redis.ping()
-        except (redis.exceptions.RedisError, OSError):
+            async with asyncio.timeout(PROBE_S):
+                await self.redis.ping()
+        except (redis.exceptions.RedisError, OSError, TimeoutError):
             return "Redis does not answer"
         for model in self.registry.models():
             prints = {record.fingerprint for record in self.registry.ready("pd", model)}
@@ -107,9 +114,11 @@ def build_app(edge: Edge) -> FastAPI:
         cache_scope=edge.settings.cache_scope,
         refused=edge.metrics.refused,
     )
+    app.add_middleware(CloseWhileDraining, draining=lambda: edge.draining)
     for route in GENERATE_ROUTES:
         app.add_api_route(route, _generate(edge, route), methods=["POST"])
     add_file_routes(app, edge)
+    described = openapi_document()
 
     @app.get("/v1/models")
     async def models() -> Any:
@@ -137,6 +146,10 @@ def build_app(edge: Edge) -> FastAPI:
             return JSONResponse({"status": "ready", "models": edge.registry.models()})
         return _error_response(UnavailableError(reason, code="not_ready", retry_after_s=2.0))
 
+    @app.get("/openapi.json")
+    async def document() -> Any:
+        return described
+
     @app.get("/metrics")
     async def metrics() -> Response:
         edge.metrics.open_requests.set(edge.hub.open_replies)
@@ -153,11 +166,9 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
         started = time.monotonic()
         entry = edge.requests.enter()
         try:
-            if edge.draining:
-                raise UnavailableError("the gateway is shutting down", retry_after_s=1.0)
             caller = caller_of(request)
             timeout_s = _deadline(request, edge.settings.deadline_s)
-            body = await _json_body(request, edge.settings.max_body_bytes)
+            body = await _json_body(request, edge.settings)
         except BaseException:
             entry.end("refused")
             raise
@@ -196,14 +207,15 @@ def _deadline(request: Request, default_s: float) -> float:
     return min(wanted, default_s)
 
 
-async def _json_body(request: Request, limit: int) -> dict[str, Any]:
+async def _json_body(request: Request, settings: GatewaySettings) -> dict[str, Any]:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise UnsupportedMediaError(
             f"the request's content type must be application/json, not {content_type[:80]!r}",
             code="unsupported_content_type",
         )
-    return parse_body(await read_body(request, limit))
+    raw = await read_body(request, settings.max_body_bytes, within_s=settings.body_timeout_s)
+    return parse_body(raw)
 
 
 def _model_card(edge: Edge, name: str) -> dict[str, Any]:

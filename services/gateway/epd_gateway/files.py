@@ -21,6 +21,8 @@ from epd_common.protocol import Item, Media
 from epd_common.protocol.keys import embedding_key
 from epd_common.store import StoredFile, UploadedFile
 from epd_gateway.auth import Caller, caller_of
+from epd_gateway.bodies import arriving
+from epd_gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
     from epd_gateway.app import Edge
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 PURPOSE = "vision"
 _FORM_OVERHEAD_BYTES = 64 * 1024
+_MAX_FIELD_BYTES = 1024
+_MAX_NAME = 255
 
 
 def add_file_routes(app: FastAPI, edge: Edge) -> None:
@@ -37,7 +41,7 @@ def add_file_routes(app: FastAPI, edge: Edge) -> None:
     @app.post("/v1/files")
     async def upload(request: Request) -> Any:
         caller = caller_of(request)
-        data, filename, declared = await _read_form(request, edge.settings.max_media_bytes)
+        data, filename, declared = await _read_form(request, edge.settings)
         stored = await edge.ingest.admit(data, declared=declared, place="file")
         uploaded = await edge.media.add_file(
             stored, filename=filename, purpose=PURPOSE, scope=caller.tenant
@@ -62,8 +66,9 @@ def add_file_routes(app: FastAPI, edge: Edge) -> None:
         return {"id": file_id, "object": "file", "deleted": True}
 
 
-async def _read_form(request: Request, max_bytes: int) -> tuple[bytes, str, str]:
+async def _read_form(request: Request, settings: GatewaySettings) -> tuple[bytes, str, str]:
     """The upload's bytes, name and declared type."""
+    max_bytes = settings.max_media_bytes
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise UnsupportedMediaError(
             "an upload's content type must be multipart/form-data", code="unsupported_content_type"
@@ -78,7 +83,10 @@ async def _read_form(request: Request, max_bytes: int) -> tuple[bytes, str, str]
             param="file",
         )
     try:
-        async with request.form(max_files=1, max_fields=8) as form:
+        async with (
+            arriving(settings.body_timeout_s),
+            request.form(max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES) as form,
+        ):
             purpose = form.get("purpose")
             file = form.get("file")
             if purpose != PURPOSE:
@@ -87,7 +95,12 @@ async def _read_form(request: Request, max_bytes: int) -> tuple[bytes, str, str]
                 )
             if not isinstance(file, UploadFile):
                 raise BadRequestError("the field 'file' must be a file", param="file")
-            return await file.read(), file.filename or "", file.content_type or ""
+            name = file.filename or ""
+            if len(name) > _MAX_NAME:
+                raise BadRequestError(
+                    f"the file's name has more than {_MAX_NAME} characters", param="file"
+                )
+            return await file.read(), name, file.content_type or ""
     except MultiPartException as error:
         raise BadRequestError(f"the form cannot be read: {error.message}") from error
 

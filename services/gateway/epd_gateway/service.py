@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -26,9 +27,13 @@ from epd_common.store import KeyStates, MediaStore, open_redis
 from epd_gateway.app import Edge, build_app
 from epd_gateway.auth import KeyRing
 from epd_gateway.fetch import MediaFetcher
+from epd_gateway.http_limits import BoundedHttp
 from epd_gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
+
+CLOSE_S = 2
+"""Seconds beyond ``EPD_DRAIN_S`` in which the last answers, errors then, are sent."""
 
 
 class _Server(uvicorn.Server):
@@ -40,7 +45,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
-    """Connect, serve HTTP until ``stop``, let running requests finish, close."""
+    """Connect, serve HTTP until ``stop``, give notice, let running requests finish, close."""
     async with AsyncExitStack() as stack:
         keys = await stack.enter_async_context(KeyRing(settings.api_keys, settings.api_keys_file))
         bus = await stack.enter_async_context(
@@ -64,13 +69,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             uvicorn.Config(
                 build_app(edge),
                 loop="none",  # this loop
-                http="httptools",
+                http=BoundedHttp,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=int(settings.drain_s),
-                h11_max_incomplete_event_size=64 * 1024,
+                timeout_graceful_shutdown=math.ceil(settings.drain_s) + CLOSE_S,
             )
         )
         await stack.enter_async_context(
@@ -83,7 +87,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             )
         )
         url = f"http://{settings.host}:{listening.getsockname()[1]}"
-        await stack.enter_async_context(
+        beat_now = await stack.enter_async_context(
             announce(
                 bus, lambda beat: _record(settings, edge, url, beat), every_s=settings.heartbeat_s
             )
@@ -93,10 +97,34 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             serving = group.create_task(server.serve(sockets=[listening]), name="http")
             await wait_any(stop, bus.lost)
             edge.draining = True
+            beat_now()
+            if not bus.lost.is_set():
+                logger.info("draining: not ready, still serving for %g s", settings.drain_notice_s)
+                await wait_any(bus.lost, timeout_s=settings.drain_notice_s)
             server.should_exit = True
-            await serving
+            await _finish(edge, serving, 0.0 if bus.lost.is_set() else settings.drain_s)
         if bus.lost.is_set():
             raise UnavailableError("the connection to NATS is lost for good; the process ends")
+
+
+async def _finish(edge: Edge, serving: asyncio.Task[None], drain_s: float) -> None:
+    """Let running requests end; those that do not within ``drain_s`` end with an error that says so."""
+    logger.info("draining: %d requests are open", edge.hub.open_replies)
+    await asyncio.wait((serving,), timeout=drain_s)
+    if not serving.done():
+        late = edge.hub.open_replies
+        logger.warning(
+            "%d requests did not finish within EPD_DRAIN_S; they end with an error", late
+        )
+        await edge.hub.fail_all(
+            UnavailableError(
+                "the gateway shut down before the answer was complete; send the request again",
+                code="gateway_stopped",
+                stage="reply",
+                retry_after_s=1.0,
+            )
+        )
+    await serving
 
 
 async def _edge(
@@ -115,9 +143,10 @@ async def _edge(
     ingest = Ingest(media, pictures, limits, fetch=fetcher.fetch, files=media)
     states = KeyStates(redis, lease_s=settings.encode_lease_s, ready_ttl_s=settings.embedding_ttl_s)
     registry = await stack.enter_async_context(Registry(bus))
-    hub = await stack.enter_async_context(ReplyHub(bus))
+    name = subjects.worker_key("gateway", settings.worker_id)
+    hub = await stack.enter_async_context(ReplyHub(bus, name=name))
     requester = Requester(
-        registry=registry, ingest=ingest, orders=Orders(bus, states, media), hub=hub
+        registry=registry, ingest=ingest, orders=Orders(bus, states, media), hub=hub, name=name
     )
     return Edge(
         settings=settings,

@@ -21,8 +21,17 @@ class GatewaySettings(IngestSettings):
     port: int = Field(
         8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one."
     )
+    drain_notice_s: float = Field(
+        3.0,
+        ge=0,
+        description="Seconds after SIGTERM in which `/ready` says no while requests are still taken, so that "
+        "load balancers turn away first; `EPD_DRAIN_S` begins after them.",
+    )
     max_body_bytes: int = Field(
         64 << 20, ge=1024, description="Bytes of a request's body, at most."
+    )
+    body_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds in which a request's body must have come."
     )
     media_timeout_s: float = Field(10.0, gt=0, description="Seconds to fetch one media URL.")
     media_allow_hosts: Annotated[tuple[AllowedHost, ...], NoDecode] = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,17 +19,28 @@ class ForecastError(Exception):
 MAX_METADATA = 1_000_000
 """Largest number that metadata may hold: no item has so many rows."""
 
+MAX_PATCHES = 16 * MAX_METADATA
+"""Of a grid, of which several make a row."""
+
 
 def is_metadata(metadata: object) -> bool:
     """Whether these could be an item's metadata: positive numbers and lists of such, by name."""
     if not isinstance(metadata, dict) or not metadata:
         return False
     numbers: list[object] = []
-    for value in metadata.values():
+    for name, value in metadata.items():
+        if name.endswith("_grid_thw") and not _is_grid(value):
+            return False
         numbers += value if isinstance(value, list) else [value]
     return bool(numbers) and all(
         isinstance(number, int | float) and 0 <= number <= MAX_METADATA for number in numbers
     )
+
+
+def _is_grid(value: object) -> bool:
+    if not isinstance(value, list) or not all(isinstance(number, int) for number in value):
+        return False
+    return len(value) == 3 and 0 < math.prod(value) <= MAX_PATCHES
 
 
 class Arrivals:

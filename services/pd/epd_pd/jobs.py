@@ -22,6 +22,8 @@ from epd_common.errors import (
     DeadlineError,
     EpdError,
     RequestCancelledError,
+    SendAgainError,
+    UnavailableError,
     UpstreamError,
 )
 from epd_common.ingest import Ingest
@@ -48,7 +50,7 @@ class GenerateHandler:
     """Handles generate jobs, many at once.
 
     Args:
-        deadline_s: Of a job that has no deadline itself.
+        deadline_s: Of a job that has none itself, or a later one.
         counters: ``answered``, ``failed``, ``cancelled``, ``expired``, ``malformed``, ``resumed``.
     """
 
@@ -99,8 +101,9 @@ class GenerateHandler:
                 await writer.error(error)
             await delivery.give_up(error)
             return
-        if not job.deadline:  # nothing waits without bound
-            job = msgspec.structs.replace(job, deadline=time.time() + self._deadline_s)
+        latest = time.time() + self._deadline_s  # nothing waits without bound
+        if not job.deadline or job.deadline > latest:
+            job = msgspec.structs.replace(job, deadline=latest)
         if (running := self._running.get(job.request_id)) is not None:
             if running != delivery.sequence:
                 await self._writer(job, delivery, None).error(
@@ -111,10 +114,13 @@ class GenerateHandler:
             # Else it is the same job again, as its heartbeats were late: what runs goes on and settles it.
             return
         self._running[job.request_id] = delivery.sequence
+        keys = [item.key for item in job.items]
         try:
             async with delivery:
                 writer = self._writer(job, delivery, self._replays)
-                await self._until_cancelled(job, delivery, writer)
+                if not await self._until_cancelled(job, delivery, writer, keys):
+                    # Ended without its embeddings, or perhaps so. A job that is given back keeps its place.
+                    await self._readiness.let_go(keys, job.request_id)
         finally:
             del self._running[job.request_id]
 
@@ -139,12 +145,15 @@ class GenerateHandler:
             await writer.error(error)
 
     async def _until_cancelled(
-        self, job: GenerateJob, delivery: Delivery, writer: FrameWriter
-    ) -> None:
-        with self._cancels.watch(job.request_id) as cancelled:
-            if not cancelled.is_set():
-                answer = asyncio.ensure_future(self._answer_or_error(job, delivery, writer))
-                watch = asyncio.ensure_future(cancelled.wait())
+        self, job: GenerateJob, delivery: Delivery, writer: FrameWriter, keys: list[str]
+    ) -> bool:
+        """Whether the request was answered, and neither failed nor was cancelled."""
+        with self._cancels.watch(job.request_id, job.requester) as watched:
+            if await self._cancels.before(job.request_id, delivery.queued_s):
+                watched.cancel()
+            if not watched.cancelled.is_set():
+                answer = asyncio.ensure_future(self._answer_or_error(job, delivery, writer, keys))
+                watch = asyncio.ensure_future(watched.cancelled.wait())
                 try:
                     await asyncio.wait((answer, watch), return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -152,19 +161,24 @@ class GenerateHandler:
                 if not answer.cancelled():
                     return answer.result()
         self._count("cancelled", delivery)
-        await writer.error(RequestCancelledError("the request was cancelled"))
+        await writer.error(RequestCancelledError(watched.reason))
+        self._replays.forget(job.request_id)
         await delivery.ack()
+        return False
 
     async def _answer_or_error(
-        self, job: GenerateJob, delivery: Delivery, writer: FrameWriter
-    ) -> None:
+        self, job: GenerateJob, delivery: Delivery, writer: FrameWriter, keys: list[str]
+    ) -> bool:
         """Every request ends here with its answer or with one error frame (invariant I10)."""
         fields = {"request_id": job.request_id, "attempt": delivery.attempt}
         try:
-            await self._answer(job, delivery, writer)
+            await self._answer(job, delivery, writer, keys)
             self._count("answered", delivery)
+            answered = True
         except EpdError as raised:
-            if not self._engine.alive and not writer.committed and not delivery.last_attempt:
+            # An engine, or a connection, of this worker alone.
+            elsewhere = not self._engine.alive or isinstance(raised, UnavailableError)
+            if elsewhere and not writer.committed and not delivery.last_attempt:
                 raise  # given back: another worker answers, or goes on
             lost = not self._engine.alive and writer.committed
             error = _nobody_goes_on() if lost else raised
@@ -172,6 +186,7 @@ class GenerateHandler:
             self._count("expired" if expired else "failed", delivery)
             logger.warning("request failed: %s", error, extra=fields | error.fields())
             await writer.error(error)
+            answered = False
         except Exception:
             if not writer.committed and not delivery.last_attempt:
                 raise  # given back, with a delay
@@ -182,11 +197,14 @@ class GenerateHandler:
             )
             await writer.error(unexpected)
             await delivery.give_up(unexpected)
-            return
+            return False
         # The answer's last frame has reached the server: the job's effect is durable.
         await delivery.ack()
+        return answered
 
-    async def _answer(self, job: GenerateJob, delivery: Delivery, writer: FrameWriter) -> None:
+    async def _answer(
+        self, job: GenerateJob, delivery: Delivery, writer: FrameWriter, keys: list[str]
+    ) -> None:
         if time.time() >= job.deadline:
             raise DeadlineError("the deadline passed in the queue", stage="queue")
         if job.route not in ROUTES:
@@ -207,6 +225,7 @@ class GenerateHandler:
             modalities=self._info.modalities,
             items=job.items,
         )
+        keys[:] = [item.key for item in prepared.items]  # those of raw items as well
         context = OrderContext(
             model=job.model,
             fingerprint=self._info.fingerprint,
@@ -326,11 +345,11 @@ class GenerateHandler:
                 )
             data = item.media.inline or await self._media.get(item.media.ref or "")
             if data is None:
-                raise BadRequestError(
+                raise SendAgainError(
                     f"the media of item {item.key} are no longer in the media store; send them again",
-                    code="media_gone",
                     stage="generate",
                     key=item.key,
+                    retry_after_s=1.0,
                 )
             media[item.key] = data
         return media
@@ -340,10 +359,11 @@ class GenerateHandler:
         if job.body_ref:
             stored = await self._media.get_body(job.body_ref)
             if stored is None:
-                raise BadRequestError(
+                raise SendAgainError(
                     "the request's body is no longer in the media store; send it again",
                     code="body_gone",
                     stage="generate",
+                    retry_after_s=1.0,
                 )
             raw = stored
         body = parse_body(raw)

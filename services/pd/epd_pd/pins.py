@@ -39,17 +39,22 @@ class Pins:
         self._headers: dict[str, EmbeddingHeader] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def take(self, key: str) -> EmbeddingHeader | None:
+    async def take(self, key: str, *, here_alone: bool = False) -> EmbeddingHeader | None:
         """Pin an embedding and return its header; None if no store has a usable one.
 
         The caller gives it back with :meth:`release`.
+
+        Args:
+            here_alone: Look in this node's arena and nowhere else.
         """
         lock = self._locks.setdefault(key, asyncio.Lock())
         self._users[key] += 1
         header = None
         try:
             async with lock:
-                header = self._headers.get(key) or await self._bring(key)
+                header = self._headers.get(key)
+                if header is None:
+                    header = await self._bring(key, () if here_alone else self._remote)
         finally:
             if header is None:
                 self.release(key)
@@ -77,11 +82,11 @@ class Pins:
         for store in self._remote:
             await store.delete(key)
 
-    async def _bring(self, key: str) -> EmbeddingHeader | None:
+    async def _bring(self, key: str, remote: Sequence[EmbeddingStore]) -> EmbeddingHeader | None:
         if (header := await self._pin(key)) is not None:
             self._counters["arena_hits"] += 1
             return header
-        for store in self._remote:
+        for store in remote:
             embedding = await store.get(key)
             if embedding is None:
                 continue

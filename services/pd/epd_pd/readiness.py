@@ -1,7 +1,9 @@
 """Waiting for embeddings: subscribe, then check, then wait (invariant I1).
 
-A slow re-check stands behind the events as a belt. What is done about an item that fails, is lost on the way
-or does not come is the ``RescuePolicy``'s to say.
+An event only wakes: what became of the item is read from its state, which is written before the event is
+sent. So a late, doubled or forged event changes nothing. A slow re-check stands behind the events as a
+belt. What is done about an item that fails, is lost on the way or does not come is the ``RescuePolicy``'s
+to say.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+import msgspec
 import nats.errors
 from nats.aio.msg import Msg
 
 from epd_common.bus import Bus
-from epd_common.errors import EpdError
+from epd_common.errors import EpdError, UnavailableError, UpstreamError
 from epd_common.orders import OrderContext, Orders, encode_job
 from epd_common.protocol import EmbeddingEvent, Item, ProtocolError, decode, subjects
 from epd_common.store import Claim, EmbeddingHeader, SizeTable
-from epd_common.tasks import end
+from epd_common.tasks import end, whole
 from epd_pd.arrivals import Arrivals
 from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
@@ -43,6 +46,7 @@ class Readiness:
         local: Encodes here; None where this worker's engine cannot.
         encoders_alive: Whether anybody takes encode jobs of this model.
         recheck_s: Seconds between looks at the state while no event comes.
+        store_patience_s: Seconds that an item is waited for while the store of states is away.
         counters: ``redelivered``, ``lost``, ``reordered``, ``encoded_here``, ``gave_up``.
     """
 
@@ -57,6 +61,7 @@ class Readiness:
         local: LocalEncode | None,
         encoders_alive: Callable[[], bool],
         recheck_s: float,
+        store_patience_s: float,
         counters: Counter[str],
     ) -> None:
         self._bus = bus
@@ -67,6 +72,7 @@ class Readiness:
         self._local = local
         self._encoders_alive = encoders_alive
         self._recheck_s = recheck_s
+        self._store_patience_s = store_patience_s
         self._counters = counters
 
     @contextlib.asynccontextmanager
@@ -89,14 +95,26 @@ class Readiness:
         ]
         try:
             if items:
-                for index, metadata in enumerate(await self._sizes.look_up(items)):
-                    if metadata is not None:
-                        arrivals.forecast(index, metadata)
+                await self._forecast(items, arrivals)
             yield arrivals
         finally:
             await end(*waits)
             for key in taken:
                 self._pins.release(key)
+
+    async def let_go(self, keys: Sequence[str], request_id: str) -> None:
+        """The request has ended without them: what nobody else waits for need not be encoded."""
+        await self._orders.let_go(keys, request_id)
+
+    async def _forecast(self, items: Sequence[Item], arrivals: Arrivals) -> None:
+        try:
+            found = await self._sizes.look_up(items)
+        except UnavailableError as error:  # the items may come all the same
+            logger.warning("no sizes are known: %s", error)
+            return
+        for index, metadata in enumerate(found):
+            if metadata is not None:
+                arrivals.forecast(index, metadata)
 
     async def _follow(
         self, index: int, arrivals: Arrivals, context: OrderContext, taken: list[str]
@@ -125,19 +143,23 @@ class Readiness:
     ) -> EmbeddingHeader:
         """Wait until one item is pinned, which is noted in ``taken``; meanwhile do what the policy says."""
         key = wait.item.key
-        wait.look(await self._claim(wait, useless=0))
+        wait.look(await self._look(wait))
         while True:
             if wait.claim.event is not None and wait.claim.state != "failed":
                 # Before the pin can be seen, which must fit the prompt.
                 arrivals.forecast(index, wait.claim.event.metadata)
-            if wait.claim.state == "ready":
-                header = await self._pins.take(key)
+            away = wait.away_since is not None
+            if wait.claim.state == "ready" or away:
+                header = await self._pins.take(key, here_alone=away)
                 if header is not None and wait.announced(header):
                     taken.append(key)
                     self._note_redelivery(wait)
                     return header
                 if header is not None:
                     await self._drop(wait, header)
+                if away:  # an encoder of this node may still bring it, and say so
+                    wait.look(await self._next(wait, self._recheck_s))
+                    continue
                 self._counters["lost"] += 1
             situation = wait.situation(self._encoders_alive())
             arrivals.reasons[key] = wait.reason(situation)
@@ -152,12 +174,32 @@ class Readiness:
                     self._counters["gave_up"] += 1
                     raise wait.gave_up(situation)
 
+    async def _look(self, wait: Wait) -> Claim:
+        """The state; where its store is away for now what is known of it.
+
+        Raises:
+            UnavailableError: it is away for too long.
+        """
+        try:
+            claim = await self._claim(wait, useless=0)
+        except UnavailableError as error:
+            now = time.monotonic()
+            if wait.away_since is None:
+                wait.away_since = now
+                logger.warning("waiting without states: %s", error, extra=wait.fields())
+            if now - wait.away_since >= self._store_patience_s:
+                raise
+            return wait.claim
+        wait.away_since = None
+        return claim
+
     async def _claim(self, wait: Wait, *, useless: int) -> Claim:
         """Look the state up, and order the encode if nobody has or makes the embedding."""
         item = wait.item
-        (claim,) = await self._orders.claim([item], useless={item.key: useless})
+        (claim,) = await self._orders.claim([item], wait.context, useless={item.key: useless})
         if claim.state == "claimed":
-            await self._orders.publish_encodes([item], [claim], wait.context)
+            # Also where this request ends meanwhile: others may have joined, and wait for that job.
+            await whole(self._orders.publish_encodes([item], [claim], wait.context))
         return claim
 
     async def _order_again(self, wait: Wait) -> Claim:
@@ -176,7 +218,7 @@ class Readiness:
         assert self._local is not None
         key = wait.item.key
         (claim,) = await self._orders.claim(
-            [wait.item], useless={key: wait.claim.epoch}, rescue=True
+            [wait.item], wait.context, useless={key: wait.claim.epoch}, rescue=True
         )
         if claim.state != "claimed":
             return claim  # another has taken it over
@@ -201,10 +243,28 @@ class Readiness:
             async with asyncio.timeout(within_s):
                 event = await wait.events.get()
         except TimeoutError:
-            return await self._claim(wait, useless=0)
-        if event.epoch < wait.claim.epoch:
-            return await self._claim(wait, useless=0)
-        return Claim("pending" if event.state == "sized" else event.state, event.epoch, event)
+            return await self._look(wait)
+        while not wait.events.empty():  # one look tells of all
+            later = wait.events.get_nowait()
+            event = later if later.state == "failed" else event
+        return await self._what_became(wait, event)
+
+    async def _what_became(self, wait: Wait, event: EmbeddingEvent) -> Claim:
+        """The state behind an event; where its store is away, what the event says of what came."""
+        try:
+            found = await self._orders.state(wait.item)
+        except UnavailableError:
+            claim = await self._look(wait)
+            # What comes with it is verified before it is used.
+            came = event.state == "ready" and event.epoch >= claim.epoch
+            return Claim("ready", event.epoch, event) if came else claim
+        if found is not None and found.epoch >= wait.claim.epoch:
+            return found
+        if found is None and event.state == "failed" and event.epoch >= wait.claim.epoch:
+            # Failures that need not come again are not remembered. All others are, so this is none of them.
+            passing = msgspec.structs.replace(event, status=max(event.status, UpstreamError.status))
+            return Claim("failed", wait.claim.epoch, passing)
+        return await self._look(wait)
 
     async def _drop(self, wait: Wait, header: EmbeddingHeader) -> None:
         """Forget an embedding that is not the one that was announced."""

@@ -110,6 +110,10 @@ class Replays:
         self._sent.move_to_end(request_id)
         self._make_room()
 
+    def forget(self, request_id: str) -> None:
+        """Nobody will ask for these any more."""
+        self._drop(request_id)
+
     def _make_room(self) -> None:
         oldest = time.monotonic() - KEPT_S
         for request_id, sent in list(self._sent.items()):

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 
 import msgspec
 
 from epd_common.bus import Bus
 from epd_common.protocol import GenerateJob, ProtocolError
+from epd_common.protocol.subjects import MAX_INBOX, is_inbox, is_request_id
 from epd_pd.frames import FrameWriter
-
-MAX_INBOX = 256
-_RESERVED = ("$", "epd.")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
-_SUBJECT = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
 
 
 class _Address(msgspec.Struct):
     inbox: str
     request_id: str = ""
-
-
-def is_inbox(subject: str) -> bool:
-    """Whether frames may be sent there: a short subject, and none that the system itself uses.
-
-    A subject that is longer than the server's control line would end the worker's connection for good.
-    """
-    if len(subject) > MAX_INBOX or subject.startswith(_RESERVED):
-        return False
-    return _SUBJECT.fullmatch(subject) is not None
 
 
 def check_job(job: GenerateJob, model: str) -> None:
@@ -38,7 +23,7 @@ def check_job(job: GenerateJob, model: str) -> None:
     Raises:
         ProtocolError: naming the field.
     """
-    if _REQUEST_ID.fullmatch(job.request_id) is None:
+    if not is_request_id(job.request_id):
         raise ProtocolError("'request_id' must be 1 to 128 letters, digits, '_' or '-'")
     if not math.isfinite(job.deadline):
         raise ProtocolError("'deadline' must be a finite number")

@@ -12,6 +12,7 @@ from epd_common.encode import EncodeHandler
 from epd_common.engines import PdEngine
 from epd_common.ingest import Ingest, PictureChecker
 from epd_common.orders import Orders
+from epd_common.protocol import subjects
 from epd_common.store import Arena, SizeTable
 from epd_common.worker import connect
 from epd_pd.admission import Admission
@@ -21,6 +22,7 @@ from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
 from epd_pd.readiness import Readiness
 from epd_pd.replays import Replays
+from epd_pd.requesters import ending_with_requesters
 from epd_pd.resuming import Resuming
 from epd_pd.settings import PdSettings
 
@@ -40,11 +42,13 @@ class PdService:
         settings = self._settings
         async with AsyncExitStack() as stack:
             parts = await connect(stack, settings, role="pd", slots=settings.pd_slots)
-            cancels = await stack.enter_async_context(Cancels(parts.bus))
+            cancels = await stack.enter_async_context(
+                Cancels(parts.bus, parts.redis, worker=settings.worker_id)
+            )
             replays = await stack.enter_async_context(Replays(parts.bus))
             resuming = await stack.enter_async_context(Resuming(parts.bus))
             engine = self._make_engine(parts.arena)
-            stack.push_async_callback(engine.stop)
+            stack.push_async_callback(parts.worker.stop_engine)
             takes_encodes = settings.ec_role == "ec_both"
             info = await parts.worker.load(engine, takes_encodes=takes_encodes)
             encoding = parts.encoding(engine, info)
@@ -53,6 +57,14 @@ class PdService:
             limits = settings.ingest_limits()
             pictures = await stack.enter_async_context(PictureChecker(limits))
             counters = parts.worker.counters
+            await stack.enter_async_context(
+                ending_with_requesters(
+                    registry,
+                    cancels,
+                    own=subjects.worker_key("pd", settings.worker_id),
+                    noted=lambda ended: counters.update(orphaned=ended),
+                )
+            )
             pins = Pins(parts.arena, parts.remote, info=info, counters=counters)
             parts.worker.shows("pins", pins.report)
             parts.worker.shows("frames", replays.report)
@@ -72,6 +84,7 @@ class PdService:
                     local=LocalEncode(encoding, parts.states) if info.encodes else None,
                     encoders_alive=lambda: registry.takes_encodes(settings.model_name),
                     recheck_s=settings.recheck_s,
+                    store_patience_s=settings.store_patience_s,
                     counters=counters,
                 ),
                 admission=Admission(settings.max_incomplete),
@@ -86,12 +99,12 @@ class PdService:
                 burying_exhausted(parts.bus, "generate", handler.exhausted)
             )
             generate = await parts.pull(stack, "generate", slots=settings.pd_slots)
-            queues = [(generate, handler.handle)]
+            queues = [(generate, handler.handle, handler.exhausted)]
             if takes_encodes:
                 encodes = EncodeHandler(encoding, counters)
                 await stack.enter_async_context(
                     burying_exhausted(parts.bus, "encode", encodes.exhausted)
                 )
                 encode = await parts.pull(stack, "encode", slots=settings.encoder_slots)
-                queues.append((encode, encodes.handle))
+                queues.append((encode, encodes.handle, encodes.exhausted))
             await parts.worker.work(queues, stop)

@@ -64,6 +64,13 @@ class PdSettings(SimSettings, EncodeSettings, IngestSettings):
         1.0, gt=0, description="Seconds between looks at the state of an item that is waited for."
     )
 
+    store_patience_s: float = Field(
+        5.0,
+        ge=0,
+        description="Seconds that a request waits for its items while Valkey does not answer this worker, in "
+        "case they come to its arena, before it is given to another worker.",
+    )
+
     @model_validator(mode="after")
     def _leave_room_for_complete_requests(self) -> Self:
         if self.max_incomplete >= self.max_num_seqs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from epd_common.errors import DeadlineError, UpstreamError, from_status
+from epd_common.errors import DeadlineError, SendAgainError, UpstreamError, from_status
 from epd_common.orders import OrderContext
 from epd_common.protocol import EmbeddingEvent, Item
 from epd_common.store import Claim, EmbeddingHeader
@@ -25,6 +25,8 @@ class Wait:
         self.claim = Claim("pending", 0)
         self.orders = 1
         self.tried_here = False
+        self.away_since: float | None = None
+        """Since when the store of states does not answer."""
         self._taken_over = False
         self._began = self._ordered = time.monotonic()
 
@@ -109,6 +111,22 @@ class Wait:
         if now.found == "refused" and failure is not None:
             return from_status(
                 failure.status, failure.reason, code=failure.code, stage="encode", key=key
+            )
+        if failure is not None and failure.status == SendAgainError.status:
+            return SendAgainError(
+                f"item {key} could not be encoded in {self.orders} attempts: {failure.reason}",
+                code=failure.code,
+                stage="encode",
+                key=key,
+                retry_after_s=1.0,
+            )
+        if failure is not None and failure.code == SendAgainError.default_code:
+            return SendAgainError(
+                f"the media of item {key} were lost before they were encoded, as when Valkey restarts; "
+                "send the request again",
+                stage="encode",
+                key=key,
+                retry_after_s=1.0,
             )
         here = " nor by this worker" if self.tried_here else ""
         return UpstreamError(

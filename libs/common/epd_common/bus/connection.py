@@ -204,8 +204,8 @@ class Bus:
         except nats.errors.Error as error:
             raise _unavailable(error) from error
 
-    async def store(self, subject: str, message: Message, *, message_id: str) -> None:
-        """Publish into a stream and wait for its acknowledgement.
+    async def store(self, subject: str, message: Message, *, message_id: str) -> int:
+        """Publish into a stream and wait for its acknowledgement; the message's number in the stream.
 
         Args:
             message_id: Sent as ``Nats-Msg-Id``; the stream drops a second message with the same id.
@@ -223,10 +223,10 @@ class Bus:
         give_up = time.monotonic() + within_s
         while True:
             try:
-                await self.js.publish(
+                stored = await self.js.publish(
                     subject, data, timeout=PUBLISH_TIMEOUT_S, headers={"Nats-Msg-Id": message_id}
                 )
-                return
+                return int(stored.seq)
             except (nats.errors.Error, TimeoutError) as error:
                 if getattr(error, "err_code", None) in (_MSGS_EXCEEDED, _BYTES_EXCEEDED):
                     raise BusyError(
@@ -239,10 +239,19 @@ class Bus:
             await asyncio.sleep(STORE_AGAIN_S)
 
     async def subscribe(
-        self, subject: str, handler: Callable[[Msg], Awaitable[None]], **limits: int
+        self,
+        subject: str,
+        handler: Callable[[Msg], Awaitable[None]],
+        *,
+        queue: str = "",
+        **limits: int,
     ) -> Subscription:
-        """Call ``handler`` for each message of ``subject``."""
-        return await self._client.subscribe(subject, cb=handler, **limits)
+        """Call ``handler`` for each message of ``subject``.
+
+        Args:
+            queue: Of all who subscribe with this name one gets each message.
+        """
+        return await self._client.subscribe(subject, queue=queue, cb=handler, **limits)
 
     async def flush(self) -> None:
         """Return when the server has seen all that was sent, subscriptions included.

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Annotated
 
 import msgspec
 import nats.errors
@@ -40,7 +41,7 @@ OnExhausted = Callable[[bytes, EpdError], Awaitable[None]]
 class _Advisory(msgspec.Struct):
     """What the server says of such a job."""
 
-    stream_seq: int
+    stream_seq: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
     deliveries: int
 
 
@@ -94,7 +95,12 @@ class _Undertaker:
                 await advisories.unsubscribe()
 
     async def _deal_with(self, message: Msg) -> None:
-        advisory = msgspec.json.decode(message.data, type=_Advisory)
+        try:
+            advisory = msgspec.json.decode(message.data, type=_Advisory)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as unreadable:
+            logger.error("exhausted jobs: an advisory cannot be read: %s", unreadable)
+            await message.term()
+            return
         stream, number = STREAMS[self._stage], advisory.stream_seq
         with contextlib.suppress(nats.js.errors.NotFoundError):  # dealt with already
             job = await self._bus.js.get_msg(stream, number)

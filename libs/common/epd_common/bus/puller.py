@@ -73,6 +73,7 @@ class JobPuller:
         self._arrived: asyncio.Queue[tuple[_Lane, Msg]] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._stopping = False
+        self._resting_until = 0.0
 
     async def __aenter__(self) -> Self:
         for lane in self._lanes:
@@ -101,6 +102,11 @@ class JobPuller:
         self._stopping = True
         self._changed.set()
 
+    def step_back(self, seconds: float) -> None:
+        """Fetch nothing for so long, so that others get what was given back here."""
+        self._resting_until = max(self._resting_until, time.monotonic() + seconds)
+        self._changed.set()
+
     def release(self) -> None:
         """A job that was yielded is done: its slot is free again."""
         self.busy -= 1
@@ -113,16 +119,38 @@ class JobPuller:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
+            if self.rests:
+                await self._rest()
+                continue
             await self._withdraw()
             message = await self._look() or await self._wait()
             if message is None:
                 continue
-            if self._stopping:
+            if self._stopping or self.rests:
                 await self._give_back(message)
-                break
+                continue
             self.busy += 1
             yield Delivery(self._bus, self.stage, self._worker, message)
+        await self._close_pulls(self._lanes)
         await self._give_back_arrived()
+
+    @property
+    def rests(self) -> bool:
+        """Whether it stepped back and fetches nothing for now."""
+        return time.monotonic() < self._resting_until
+
+    async def _rest(self) -> None:
+        """Take all pulls back, and begin anew when the time is over."""
+        await self._close_pulls(self._lanes)
+        await self._give_back_arrived()
+        while self.rests and not self._stopping:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._resting_until - time.monotonic()):
+                    await self._changed.wait()
+        if not self._stopping:
+            for lane in self._lanes:
+                await self._subscribe(lane)
 
     @property
     def _free(self) -> int:
@@ -146,14 +174,24 @@ class JobPuller:
         if not self._free <= len(opened) < len(self._lanes):
             return
         soon = time.monotonic() + SHORT_WAIT_S + ANSWER_S
-        for lane in opened:
-            if lane.open_until > soon and lane.subscription is not None:
-                with contextlib.suppress(nats.errors.Error):
-                    # A pull ends with its inbox. What was sent there before still arrives.
-                    await lane.subscription.drain()
-                lane.inbox = self._bus.client.new_inbox()
-                lane.open_until = 0.0
-                await self._subscribe(lane)
+        long = [lane for lane in opened if lane.open_until > soon]
+        await self._close_pulls(long)
+        for lane in long:
+            await self._subscribe(lane)
+
+    async def _close_pulls(self, lanes: Sequence[_Lane]) -> None:
+        """A pull ends with its inbox. What was sent there before still arrives."""
+
+        async def close(subscription: Subscription) -> None:
+            with contextlib.suppress(nats.errors.Error):
+                await (subscription.drain() if self._bus.connected else subscription.unsubscribe())
+
+        subscriptions = [lane.subscription for lane in lanes if lane.subscription is not None]
+        await asyncio.gather(*map(close, subscriptions))
+        for lane in lanes:
+            lane.subscription = None
+            lane.inbox = self._bus.client.new_inbox()
+            lane.open_until = 0.0
 
     async def _look(self) -> Msg | None:
         """Ask each lane in turn for a job that is there now."""
@@ -179,7 +217,7 @@ class JobPuller:
     async def _next(self, timeout_s: float) -> Msg | None:
         """The next job that arrives, or None when a lane says that it has none."""
         arrived = asyncio.ensure_future(self._arrived.get())
-        stopped = asyncio.ensure_future(self._stopped())
+        stopped = asyncio.ensure_future(self._stopped_or_rests())
         try:
             await asyncio.wait(
                 (arrived, stopped), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -200,8 +238,8 @@ class JobPuller:
             lane.rests_until = time.monotonic() + BACKOFF_S  # the other lanes may be well
         return None
 
-    async def _stopped(self) -> None:
-        while not self._stopping:
+    async def _stopped_or_rests(self) -> None:
+        while not self._stopping and not self.rests:
             self._changed.clear()
             await self._changed.wait()
 

@@ -29,6 +29,10 @@ from epd_common.tasks import end
 
 logger = logging.getLogger(__name__)
 
+FORGOTTEN_S = 200.0
+"""So long after its last beat a worker is forgotten, whatever its record says: over three times the longest
+time between beats."""
+
 LOOK_S = 0.5
 """Seconds between looks at whether the connection is still the one that the watch was made on."""
 
@@ -53,15 +57,16 @@ class WorkerView:
 
     __slots__ = ("_ear", "record", "seen")
 
-    def __init__(self, record: WorkerRecord, ear: _Ear) -> None:
+    def __init__(self, record: WorkerRecord, ear: _Ear | None = None) -> None:
         self.record = record
         self.seen = time.monotonic()
-        self._ear = ear
+        self._ear = ear or _Ear()
 
     @property
     def alive(self) -> bool:
         age_s = time.monotonic() - self.seen
-        return age_s - min(self._ear.silent_s, BLIND_S) < self.record.ttl_s
+        silent_s = min(self._ear.silent_s, BLIND_S)
+        return age_s - silent_s < self.record.ttl_s and age_s < FORGOTTEN_S
 
     @property
     def ready(self) -> bool:
@@ -104,6 +109,10 @@ class Registry:
             if (role is None or view.record.role == role)
             and (model is None or view.record.model == model)
         ]
+
+    def view(self, key: str) -> WorkerView | None:
+        """What is known of the worker with this key of the bucket, dead or alive."""
+        return self._workers.get(key)
 
     def ready(self, role: str, model: str) -> list[WorkerRecord]:
         """Records of the workers of a model that take work now."""
@@ -188,6 +197,10 @@ class Registry:
         except ProtocolError as error:
             logger.warning("worker registry: record %s is unreadable: %s", key, error)
             return
+        if key != subjects.worker_key(record.role, record.worker):
+            # Who may write records may do so under its own role alone; inside it could claim any.
+            logger.warning("worker registry: record %s claims to be another's; ignored", key)
+            return
         view = WorkerView(record, self._ear)
         before = self._workers.get(key)
         if before is not None and (before.record.beat, before.record.pid) == (
@@ -199,7 +212,8 @@ class Registry:
             self._ear.heard = view.seen
         self._workers[key] = view
         self._changes.note()
-        for old in [k for k, v in self._workers.items() if time.monotonic() - v.seen > 60]:
+        oldest = time.monotonic() - FORGOTTEN_S
+        for old in [k for k, v in self._workers.items() if v.seen < oldest]:
             del self._workers[old]
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 
 from epd_common.bus import Delivery
 from epd_common.encode.work import Encoding
-from epd_common.errors import DeadlineError, EpdError
+from epd_common.errors import DeadlineError, EpdError, UnavailableError
 from epd_common.protocol import EncodeJob, ProtocolError, decode
 from epd_common.protocol.keys import is_key
 
 logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 0.2
+
+EPOCH_AHEAD_S = 86_400.0
+"""An epoch is a time in milliseconds; clocks may differ by so much."""
 
 
 class EncodeHandler:
@@ -33,6 +37,9 @@ class EncodeHandler:
             job = decode(delivery.data, EncodeJob)
             if not is_key(job.key):  # it becomes a subject and a file name
                 raise ProtocolError(f"'key' is no embedding key: {job.key[:80]!r}")
+            if not 0 <= job.epoch <= (time.time() + EPOCH_AHEAD_S) * 1000:
+                # It would stand above all that come after it.
+                raise ProtocolError(f"'epoch' is none that anybody can have claimed: {job.epoch}")
         except ProtocolError as error:
             logger.error("malformed encode job: %s", error)
             delivery.outcome = "malformed"
@@ -67,6 +74,8 @@ class EncodeHandler:
         permanent = error.status < 500 or expired
         if not permanent and not delivery.last_attempt:
             self._counters["retried"] += 1
+            if isinstance(error, UnavailableError):
+                raise error  # this worker's broker or store is away, perhaps not that of others
             logger.warning("encode failed, to be tried again: %s", error, extra=fields)
             await delivery.retry(RETRY_DELAY_S)
             return

@@ -23,6 +23,7 @@ from epd_common.store import (
     EmbeddingStore,
     KeyStates,
     MediaStore,
+    UnwantedError,
 )
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Encoding:
     Args:
         remote: Stores besides the arena that get every embedding.
         locators: Where an embedding made here can be read from.
-        counters: ``encoded``, ``hits``, ``stale``.
+        counters: ``encoded``, ``hits``, ``stale``, ``unwanted``.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Encoding:
     ) -> EmbeddingEvent | None:
         """Have the embedding written and verified; the event that announces it.
 
-        None if a newer epoch of the key is under way: then nobody waits for this one.
+        None if nobody waits for this epoch of the key: a newer one is under way, or all who waited have gone.
+        That is looked at before the media are fetched, and once more before the engine gets the item; what it
+        has then is encoded, for the next who asks.
 
         Raises:
             EpdError: it could not be made; :meth:`failure` makes the event of that.
@@ -87,6 +90,9 @@ class Encoding:
                 return None
             async with self._alone(job.key):
                 return await self._make(job, attempt, queued_s)
+        except UnwantedError:
+            self._counters["unwanted"] += 1
+            return None
         except EpdError:
             raise
         except Exception as error:

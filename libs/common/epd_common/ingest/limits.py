@@ -20,8 +20,8 @@ class IngestLimits:
         max_inline_bytes: Inline bytes of one direct job, all items together (invariant I8).
         concurrent_loads: Parts of one request that are fetched and checked at the same time, which
             bounds the bytes a request holds in memory to so many times ``max_media_bytes``.
-        decode_workers: Threads that decode. Each may hold one picture of ``max_pixels``.
-        decode_queue: Pictures that wait for a thread before further ones are answered 429.
+        decode_workers: Processes that decode. Each may hold one picture of ``max_pixels``.
+        decode_queue: Pictures that wait for a process before further ones are answered 429.
         decode_timeout_s: Seconds that one decode may take.
     """
 
@@ -33,6 +33,14 @@ class IngestLimits:
     decode_workers: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
     decode_queue: int = 256
     decode_timeout_s: float = 20.0
+
+    @property
+    def decode_memory_bytes(self) -> int:
+        """What a process that decodes may take beside its program: the file twice, and 16 bytes a pixel.
+
+        WebP needs so much (four pictures of four bytes a pixel), a progressive JPEG of four colours 12.
+        """
+        return (64 << 20) + 2 * self.max_media_bytes + 16 * self.max_pixels
 
     def __post_init__(self) -> None:
         for entry in fields(self):

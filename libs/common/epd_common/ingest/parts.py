@@ -51,7 +51,7 @@ def text_of(part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
         return ""
-    text = part.get(_TEXT_FIELDS.get(kind, ""))
+    text = part.get(TEXT_FIELDS.get(kind, ""))
     return text if isinstance(text, str) else ""
 
 
@@ -83,18 +83,18 @@ def read_part(part: dict[str, Any], place: str) -> tuple[Modality | None, Source
             f"{place} is of type {kind!r}, and {_NOT_SERVED[kind]} input is not served here",
             "modality_not_supported",
         )
-    if kind not in _TEXT_FIELDS:
+    if kind not in TEXT_FIELDS:
         raise invalid(
             f"{place}.type",
             f"{place} is of the unknown type {kind!r}; known are "
-            f"{', '.join(sorted({*_READERS, *_TEXT_FIELDS} - {'media_ref'}))}",
+            f"{', '.join(sorted({*_READERS, *TEXT_FIELDS} - {'media_ref'}))}",
         )
     _check_text(part, kind, place)
     return None
 
 
 def _check_text(part: dict[str, Any], kind: str, place: str) -> None:
-    name = _TEXT_FIELDS[kind]
+    name = TEXT_FIELDS[kind]
     if not isinstance(part.get(name), str | None):
         raise invalid(f"{place}.{name}", f"{place}.{name} must be a string")
     stray = _MEDIA_KEYS.intersection(part)
@@ -176,7 +176,7 @@ _NOT_SERVED: dict[str, str] = {
     "file": "file",
 }
 
-_TEXT_FIELDS: dict[str, str] = {
+TEXT_FIELDS: dict[str, str] = {
     "text": "text",
     "input_text": "text",
     "output_text": "text",

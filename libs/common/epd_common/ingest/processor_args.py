@@ -43,6 +43,19 @@ def check_processor_args(args: dict[str, Any], place: str) -> None:
             raise invalid(where, f"{where} is not allowed; these are: {allowed}", _UNSUPPORTED)
 
 
+def arguments_schema() -> dict[str, Any]:
+    """The JSON schemas of the arguments, by name."""
+
+    def numbers(bounds: dict[str, int]) -> dict[str, Any]:
+        return {
+            name: {"type": "integer", "minimum": 1, "maximum": most}
+            for name, most in bounds.items()
+        }
+
+    edges = {"type": "object", "properties": numbers(_EDGES), "minProperties": 1}
+    return numbers(_SIZES) | {"size": edges | {"additionalProperties": False}}
+
+
 def _check_number(value: object, where: str, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise invalid(where, f"{where} must be a whole number from 1 to {most}")

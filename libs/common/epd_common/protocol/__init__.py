@@ -8,6 +8,7 @@ One module a link: ``jobs`` (client or gateway to workers), ``events`` (encoder 
 from epd_common.protocol.codec import ProtocolError, decode, decode_reply, encode
 from epd_common.protocol.control import (
     Cancel,
+    Cancelled,
     DeadLetter,
     Progress,
     ReplayRequest,
@@ -20,6 +21,7 @@ from epd_common.protocol.workers import WorkerRecord, WorkerState
 
 __all__ = [
     "Cancel",
+    "Cancelled",
     "DeadLetter",
     "EmbeddingEvent",
     "EmbeddingState",

@@ -21,6 +21,7 @@ from epd_common.protocol.base import VERSION, Message
 from epd_common.protocol.codec import MESSAGES
 from epd_common.protocol.control import (
     Cancel,
+    Cancelled,
     DeadLetter,
     Progress,
     ReplayRequest,
@@ -55,7 +56,7 @@ _PARAMETERS: dict[str, JsonObject] = {
     "request": {"description": "`request_id` of a generate job: one subject token."},
     "inbox": {"description": "The subject that the generate job names as its `inbox`."},
     "stage": {"enum": ["encode", "generate"], "description": "The stage that gave the job up."},
-    "role": {"description": "`gateway`, `encoder` or `pd`."},
+    "role": {"description": "`gateway`, `encoder`, `pd` or `client`."},
     "worker": {"description": "Id of a worker: letters, digits, `_` and `-`, at most 64."},
 }
 
@@ -135,6 +136,15 @@ _CHANNELS: dict[str, _Channel] = {
         (Cancel,),
         False,
         True,
+        _CORE,
+    ),
+    "cancelAnswers": _Channel(
+        "INBOX",
+        "Answers to cancels",
+        "Where a cancel names a reply subject: who had the request and lets go of it.",
+        (Cancelled,),
+        True,
+        False,
         _CORE,
     ),
     "replay": _Channel(
@@ -276,6 +286,10 @@ def _operations() -> JsonObject:
     found["receiveGenerateJobs"]["reply"] = {
         "address": {"location": "$message.payload#/inbox"},
         "channel": {"$ref": "#/channels/replies"},
+    }
+    found["receiveCancel"]["reply"] = {
+        "address": {"location": "$message.header#/reply"},
+        "channel": {"$ref": "#/channels/cancelAnswers"},
     }
     found["answerHealth"] = _operation("receive", "health", ["healthRequest"]) | {
         "reply": {

@@ -10,6 +10,7 @@ from epd_common.errors import BadRequestError
 from epd_common.protocol.base import VERSION, Message
 from epd_common.protocol.control import (
     Cancel,
+    Cancelled,
     DeadLetter,
     Progress,
     ReplayRequest,
@@ -31,6 +32,7 @@ MESSAGES: tuple[type[Message], ...] = (
     ReplyEnd,
     ReplyError,
     Cancel,
+    Cancelled,
     ReplayRequest,
     ResumeRequest,
     Progress,

@@ -12,6 +12,14 @@ class Cancel(Message, tag="cancel", frozen=True, kw_only=True):
     reason: str = ""
 
 
+class Cancelled(Message, tag="cancelled", frozen=True, kw_only=True):
+    """Answers a cancel that names a reply subject: who had the request and lets go of it."""
+
+    request_id: str
+    role: str
+    worker: str
+
+
 class ReplayRequest(Message, tag="replay", frozen=True, kw_only=True):
     """Send the frames from ``seq`` on again. Subject ``epd.v1.replay.<request>``."""
 

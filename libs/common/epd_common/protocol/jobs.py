@@ -67,7 +67,8 @@ class GenerateJob(Message, tag="generate", frozen=True, kw_only=True):
 
     ``body`` is the OpenAI body as JSON bytes in which every media part is
     ``{"type": "media_ref", "item": N}``, N being a place in ``items``. A body too large for a message
-    lies in the media store under ``body_ref``. Reply frames go to ``inbox``.
+    lies in the media store under ``body_ref``. Reply frames go to ``inbox``. ``requester`` is the key of
+    the sender's record in the registry, if it has one: the request ends when its heartbeat is missing.
     """
 
     request_id: str
@@ -81,3 +82,4 @@ class GenerateJob(Message, tag="generate", frozen=True, kw_only=True):
     priority: int = 0
     scope: str = ""
     traceparent: str = ""
+    requester: str = ""

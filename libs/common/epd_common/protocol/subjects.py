@@ -16,6 +16,11 @@ ANY_PLACE = "any"
 
 Stage = Literal["encode", "generate"]
 
+MAX_INBOX = 256
+_RESERVED = ("$", "epd.")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_SUBJECT = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
+
 _SAFE = re.compile(rb"[A-Za-z0-9_-]")
 _ESCAPE = re.compile(r"=([0-9A-F]{2})")
 
@@ -88,3 +93,18 @@ def inbox_prefix(role: str) -> str:
 def worker_key(role: str, worker: str) -> str:
     """Key of a worker's record in the registry bucket."""
     return f"{role}.{worker}"
+
+
+def is_inbox(subject: str) -> bool:
+    """Whether answers may be sent there: a short subject, and none that the system itself uses.
+
+    A subject that is longer than the server's control line would end the sender's connection for good.
+    """
+    if len(subject) > MAX_INBOX or subject.startswith(_RESERVED):
+        return False
+    return _SUBJECT.fullmatch(subject) is not None
+
+
+def is_request_id(text: str) -> bool:
+    """Whether this can be a request's id: 1 to 128 letters, digits, ``_`` or ``-``."""
+    return _REQUEST_ID.fullmatch(text) is not None

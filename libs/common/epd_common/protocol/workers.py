@@ -7,7 +7,7 @@ from typing import Literal
 from epd_common.protocol.base import Message
 
 WorkerState = Literal["starting", "ready", "draining", "failed"]
-Role = Literal["gateway", "encoder", "pd"]
+Role = Literal["gateway", "encoder", "pd", "client"]
 Encodes = Literal["no", "queue", "rescue"]
 """Whether a worker turns media into embeddings: not at all, as jobs from the queue, or only where those who
 take the jobs fail."""
@@ -20,6 +20,7 @@ class WorkerRecord(Message, tag="worker", frozen=True, kw_only=True):
     ``ttl_s`` by its own clock holds the worker for dead, so that clocks need not agree.
     ``encodes`` is ``queue`` for who takes encode jobs, ``rescue`` for a PD worker that encodes an item itself
     where they fail, else ``no``.
+    A ``client`` is a process of the client library; its record says only that it lives.
     ``special_tokens`` are the model's reserved tokens, which no message text may hold.
     """
 

@@ -11,7 +11,7 @@ from epd_common.store.media import MediaStore, StoredFile, UploadedFile
 from epd_common.store.redis_client import open_redis
 from epd_common.store.redis_store import RedisEmbeddingStore
 from epd_common.store.sizes import SizeTable
-from epd_common.store.states import Claim, KeyStates
+from epd_common.store.states import Claim, KeyStates, UnwantedError, Waiter
 
 __all__ = [
     "Arena",
@@ -26,6 +26,8 @@ __all__ = [
     "SizeTable",
     "StoreFullError",
     "StoredFile",
+    "UnwantedError",
     "UploadedFile",
+    "Waiter",
     "open_redis",
 ]

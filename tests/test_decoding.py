@@ -1,0 +1,193 @@
+"""The processes that decode: what they may not do, and what becomes of a picture over which one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from PIL import Image
+
+from epd_common.decoding.pictures import CorruptError, Picture, TooManyPixelsError
+from epd_common.decoding.pool import (
+    DecodeMemoryError,
+    DecoderDiedError,
+    DecoderPool,
+    DecoderStartError,
+    DecodeTimeoutError,
+)
+from epd_common.errors import EpdError
+from epd_common.ingest import IngestLimits, PictureChecker
+from service_stack import eventually, picture
+
+MIB = 1 << 20
+PIXELS = 100_000_000
+EIGHT = Picture("image/png", 8, 8)
+
+
+def plain(width: int, height: int, kind: str = "PNG") -> bytes:
+    """A picture that is small as a file and large when it is decoded."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (1, 2, 3)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def pool() -> Iterator[DecoderPool]:
+    made = DecoderPool(memory_bytes=64 * MIB, timeout_s=20.0)
+    yield made
+    made.close()
+    assert made.idle_pids == []
+
+
+def test_a_process_is_used_again(pool: DecoderPool) -> None:
+    assert pool.decode(picture(), PIXELS) == EIGHT
+    (pid,) = pool.idle_pids
+    for data in (picture(), picture()[:-20]):
+        try:
+            assert pool.decode(data, PIXELS) == EIGHT
+        except CorruptError:
+            pass
+        assert pool.idle_pids == [pid]
+    with pytest.raises(TooManyPixelsError, match="64"):
+        pool.decode(picture(), 63)
+    assert pool.idle_pids == [pid]
+
+
+def test_memory_is_bounded(pool: DecoderPool) -> None:
+    with pytest.raises(DecodeMemoryError):
+        pool.decode(plain(6000, 6000), PIXELS)  # 144 MB decoded
+    assert pool.decode(picture(), PIXELS) == EIGHT
+
+
+def test_what_a_process_has_and_may(pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPD_NATS_URL", "nats://user:secret@localhost")
+    pool.decode(picture(), PIXELS)
+    (pid,) = pool.idle_pids
+    proc = Path(f"/proc/{pid}")
+    assert b"secret" not in proc.joinpath("environ").read_bytes()
+    limits = {
+        line[:26].strip(): line[26:].split()[0]
+        for line in proc.joinpath("limits").read_text().splitlines()[1:]
+    }
+    assert int(limits["Max address space"]) < 400 * MIB
+    assert (limits["Max core file size"], limits["Max file size"]) == ("0", "0")
+    assert limits["Max processes"] == "0"
+    assert int(limits["Max open files"]) <= 16
+    assert proc.joinpath("oom_score_adj").read_text().strip() == "1000"
+    opened = [os.readlink(entry) for entry in proc.joinpath("fd").iterdir()]
+    assert sum("socket:" in name for name in opened) == 1, opened
+
+
+def test_time_is_bounded_by_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd_common.decoding.pool.GRACE_S", 60.0)
+    short = DecoderPool(memory_bytes=1024 * MIB, timeout_s=0.01)
+    try:
+        with pytest.raises(DecodeTimeoutError):
+            short.decode(plain(8000, 8000), PIXELS)
+        assert short.idle_pids == []
+    finally:
+        short.close()
+
+
+def test_time_is_bounded_by_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd_common.decoding.pool.GRACE_S", 0.05)
+    stopped = DecoderPool(memory_bytes=64 * MIB, timeout_s=0.2)
+    try:
+        stopped.decode(picture(), PIXELS)
+        (pid,) = stopped.idle_pids
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(DecodeTimeoutError):
+            stopped.decode(picture(), PIXELS)
+        assert not psutil.pid_exists(pid)
+        assert stopped.decode(picture(), PIXELS) == EIGHT
+    finally:
+        stopped.close()
+
+
+def test_one_that_ended_while_it_waited_is_replaced(pool: DecoderPool) -> None:
+    pool.decode(picture(), PIXELS)
+    (pid,) = pool.idle_pids
+    os.kill(pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(pid)], timeout=10)
+    assert pool.decode(picture(), PIXELS) == EIGHT
+    assert pool.idle_pids != [pid]
+
+
+async def test_one_that_dies_over_a_picture_costs_that_picture(pool: DecoderPool) -> None:
+    await asyncio.to_thread(pool.decode, picture(), PIXELS)
+    (pid,) = pool.idle_pids
+    os.kill(pid, signal.SIGSTOP)
+    decoding = asyncio.create_task(asyncio.to_thread(pool.decode, picture(), PIXELS))
+    await eventually(lambda: pool.idle_pids == [], "it has the picture")
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(DecoderDiedError, match="-9"):
+        await decoding
+    assert await asyncio.to_thread(pool.decode, picture(), PIXELS) == EIGHT
+
+
+def test_one_that_talks_nonsense_is_ended(
+    pool: DecoderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.decode(picture(), PIXELS)
+    (pid,) = pool.idle_pids
+    for nonsense in (b"[]", b"{}", b"\xff", b'{"width": 1}', b'{"fault": "other", "text": ""}'):
+        pool.decode(picture(), PIXELS)
+        (pid,) = pool.idle_pids
+        with monkeypatch.context() as patch:
+            answers = SimpleNamespace(loads=_always(nonsense))
+            patch.setattr("epd_common.decoding.pool.json", answers)
+            with pytest.raises(DecoderDiedError):
+                pool.decode(picture(), PIXELS)
+        assert not psutil.pid_exists(pid)
+
+
+def _always(raw: bytes) -> Callable[[bytes], object]:
+    return lambda _: json.loads(raw)
+
+
+def test_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.executable", str(tmp_path / "none"))
+    none = DecoderPool(memory_bytes=MIB, timeout_s=1.0)
+    with pytest.raises(DecoderStartError, match="No such file"):
+        none.decode(picture(), PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (DecodeMemoryError(), 413, "decode_memory"),
+        (DecodeTimeoutError(), 400, "decode_timeout"),
+        (DecoderDiedError("exit code -11"), 400, "invalid_image"),
+        (DecoderStartError("no"), 503, "unavailable"),
+    ],
+)
+async def test_what_the_sender_is_told(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, code: str
+) -> None:
+    def fail(*_: object) -> Picture:
+        raise error
+
+    monkeypatch.setattr(DecoderPool, "decode", fail)
+    async with PictureChecker(IngestLimits(decode_workers=1)) as checker:
+        for _ in range(2):  # and its slot is free again
+            with pytest.raises(EpdError) as caught:
+                await checker.check(picture(), place="messages[0].content[1]")
+            assert (caught.value.status, caught.value.code) == (status, code)
+            if status < 500:
+                assert caught.value.param == "messages[0].content[1]"
+
+
+async def test_no_process_stays() -> None:
+    async with PictureChecker(IngestLimits(decode_workers=2)) as checker:
+        await asyncio.gather(*(checker.check(picture(), place="x") for _ in range(8)))
+        pids = checker.pool.idle_pids
+        assert 1 <= len(pids) <= 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check audit fmt clean
+.PHONY: help setup demo test check audit chaos chaostest fmt clean
 
 help: ## list the verbs
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -21,13 +21,19 @@ check: setup ## lint, types, import walls and the fast tests; under 2 minutes
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/write_docs.py --check
 	$(BIN)/python scripts/audit.py
-	$(BIN)/python -m pytest -q -m "not vllm and not docker and not slow" --durations=15
+	$(BIN)/python -m pytest -q -m "not vllm and not docker and not slow and not chaos" --durations=15
 
 audit: setup ## ask an advisory service about the dependencies; fails where none answers
 	$(BIN)/python scripts/audit.py --strict
 
 test: setup ## every test that needs no Docker engine, with real vLLM on the CPU
-	$(BIN)/python -m pytest -m "not docker" --durations=15
+	$(BIN)/python -m pytest -m "not docker and not chaos" --durations=15
+
+chaostest: setup ## 1,500 requests while processes are killed; 3 minutes
+	$(BIN)/python -m pytest -m chaos -s
+
+chaos: setup ## 10,000 requests while processes are killed; 15 minutes; results in build/chaos
+	$(BIN)/python -m bench.chaos --requests 10000 --seed 7 --rate 12
 
 fmt: setup ## format, and mend what can be mended
 	$(BIN)/ruff check --fix .

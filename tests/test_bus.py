@@ -34,7 +34,7 @@ from epd_common.bus import (
 from epd_common.bus import (
     delivery as delivery_module,
 )
-from epd_common.bus.micro import micro_service
+from epd_common.bus.micro import AUDIT, micro_service
 from epd_common.errors import BadRequestError, BusyError, TooLargeError, UnavailableError
 from epd_common.health import ask_health
 from epd_common.protocol import (
@@ -876,7 +876,11 @@ async def test_the_micro_service_answers(bus: Bus, nats_url: str) -> None:
 
     async with Bus(nats_url, name="worker") as other:
         async with micro_service(
-            other, role=role, worker=worker, health=lambda: {"ok": True, "call": next(calls)}
+            other,
+            role=role,
+            worker=worker,
+            health=lambda: {"ok": True, "call": next(calls)},
+            audit=lambda: {"jobs": {}},
         ):
             await other.flush()
             assert (await ask("PING"))["name"] == f"epd-{role}"
@@ -885,8 +889,10 @@ async def test_the_micro_service_answers(bus: Bus, nats_url: str) -> None:
             assert [end["subject"] for end in info["endpoints"]] == [f"epd.v1.health.{worker}"]
             assert await ask_health(bus, worker) == {"ok": True, "call": 1}
             assert await ask_health(bus, worker) == {"ok": True, "call": 2}
+            accounts = await ask_health(bus, worker, AUDIT)
+            assert accounts == {"ok": True, "call": 3, "audit": {"jobs": {}}}
             stats = await ask("STATS")
-            assert stats["endpoints"][0]["num_requests"] == 2
+            assert stats["endpoints"][0]["num_requests"] == 3
             assert stats["endpoints"][0]["num_errors"] == 0
         await other.flush()
         with pytest.raises(nats.errors.NoRespondersError):

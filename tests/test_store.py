@@ -29,7 +29,8 @@ from epd_common.store import (
     StoreFullError,
     open_redis,
 )
-from epd_common.store.arena import ArenaInUseError, map_embedding
+from epd_common.store import arena as arena_module
+from epd_common.store.arena import ArenaInUseError, map_embedding, sweeping
 from epd_common.store.embedding import (
     HEADER_BYTES,
     pack_header,
@@ -38,6 +39,7 @@ from epd_common.store.embedding import (
 )
 from epd_common.store.redis_client import MAX_CONNECTIONS
 from epd_common.store.redis_store import CHUNK_BYTES
+from service_stack import eventually
 
 WIDTH = 256
 ROW_BYTES = 2 * WIDTH
@@ -465,6 +467,59 @@ async def test_fc09_what_a_dead_worker_left_is_swept(arena: Arena, root: Path) -
         assert same(await third.get(given.header.key), given), "what it published stays"
     finally:
         third.close()
+
+
+async def test_a_worker_that_lives_sweeps_what_the_dead_left(
+    arena: Arena, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that was killed need not come back."""
+    monkeypatch.setattr(arena_module, "SWEEP_S", 0.05)
+    given = embedding(64 * KB)
+    await arena.put(given)
+    arena.pin(given.header.key)
+    process = await holder(root, "other", given.header.key)
+    left = root / "pins" / "other" / given.header.key
+    try:
+        async with sweeping(arena):
+            await asyncio.sleep(0.3)
+            assert left.exists(), "it lives"
+            assert arena.report()["dead_owners"] == 0
+            process.kill()
+            async with asyncio.timeout(10):
+                await process.communicate()
+            await eventually(
+                lambda: not left.exists() and not (root / "owners" / "other").exists(),
+                "its things are gone",
+            )
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+    assert (arena.pins / given.header.key).exists(), "its own stay"
+    assert arena.report() | {"root": "", "bytes": 0, "quota_bytes": 0} == {
+        "root": "",
+        "files": 1,
+        "bytes": 0,
+        "quota_bytes": 0,
+        "pins": 1,
+        "staged": 0,
+        "dead_owners": 0,
+        "dead_pins": 0,
+    }
+
+
+async def test_what_the_dead_left_is_reported(arena: Arena, root: Path) -> None:
+    given = embedding(64 * KB)
+    await arena.put(given)
+    process = await holder(root, "other", given.header.key)
+    process.kill()
+    async with asyncio.timeout(10):
+        await process.communicate()
+    report = arena.report()
+    assert (report["dead_owners"], report["dead_pins"]) == (1, 1)
+    assert arena.sweep() == ["other"]
+    report = arena.report()
+    assert (report["dead_owners"], report["dead_pins"]) == (0, 0)
 
 
 async def test_a_worker_takes_its_own_id_again(root: Path) -> None:

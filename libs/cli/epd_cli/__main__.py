@@ -52,6 +52,12 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("cancel", _cancel_arguments, _cancel, "End requests; exit code 1 if nobody had one."),
         (
+            "audit",
+            _audit_arguments,
+            _audit,
+            "Compare what came in with what became of it; exit code 1 where it does not add up.",
+        ),
+        (
             "dlq",
             _dlq_arguments,
             _dlq,
@@ -237,6 +243,30 @@ async def _status(arguments: argparse.Namespace) -> int:
 
     nats_url = arguments.nats or _brokers(arguments)[0]
     return await status(nats_url, as_json=arguments.json)
+
+
+def _audit_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--idle", action="store_true", help="nothing is asked now, so nothing may run or wait"
+    )
+    parser.add_argument(
+        "--within", type=float, default=5.0, metavar="SECONDS", help="to look again for"
+    )
+    _broker_arguments(parser)
+
+
+async def _audit(arguments: argparse.Namespace) -> int:
+    from epd_cli.audit import audit
+
+    nats_url, redis_url = _brokers(arguments)
+    return await audit(
+        nats_url,
+        redis_url,
+        as_json=arguments.json,
+        idle=arguments.idle,
+        within_s=arguments.within,
+    )
 
 
 def _dlq_arguments(parser: argparse.ArgumentParser) -> None:

@@ -44,6 +44,7 @@ class NatsBroker(ServerProcess):
     """NATS with JetStream on files. The kernel picks the port; the server tells it in a file."""
 
     name = "NATS"
+    server_name = "epd-embedded"
 
     def __init__(self, binary: Path, folder: Path, *, lock_fd: int, start_timeout_s: float) -> None:
         super().__init__(binary, folder, lock_fd=lock_fd, start_timeout_s=start_timeout_s)
@@ -68,7 +69,7 @@ class NatsBroker(ServerProcess):
     def _config(self) -> str:
         roles = nats_users.users(lambda role: f'"{self._role_passwords[role]}"')
         return f"""\
-server_name: epd-embedded
+server_name: {self.server_name}
 listen: "127.0.0.1:{self._port}"
 ports_file_dir: {_quoted(self._ports_folder)}
 max_payload: 1MB
@@ -82,7 +83,11 @@ jetstream {{
   max_memory_store: 64MB
   max_file_store: 4GB
 }}
-"""
+{self._cluster()}"""
+
+    def _cluster(self) -> str:
+        """What its configuration says of other servers; here there are none."""
+        return ""
 
     async def _answers(self) -> bool:
         # The server writes this file once it listens; a half-written one is read again.

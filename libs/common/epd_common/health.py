@@ -16,14 +16,14 @@ from epd_common.settings import CommonSettings, SettingsError, load_settings
 TIMEOUT_S = 3.0
 
 
-async def ask_health(bus: Bus, worker: str) -> dict[str, object]:
-    """The answer of a worker's health endpoint.
+async def ask_health(bus: Bus, worker: str, question: bytes = b"") -> dict[str, object]:
+    """The answer of a worker's health endpoint; to the question ``AUDIT`` with its accounts.
 
     Raises:
         TimeoutError: it does not answer.
     """
     try:
-        reply = await bus.client.request(f"epd.v1.health.{worker}", b"", timeout=TIMEOUT_S)
+        reply = await bus.client.request(f"epd.v1.health.{worker}", question, timeout=TIMEOUT_S)
     except nats.errors.NoRespondersError as error:
         raise TimeoutError(f"nobody answers as {worker}") from error
     answer: dict[str, object] = json.loads(reply.data)

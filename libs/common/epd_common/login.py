@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 _CREDS_MARKS = (b"BEGIN NATS USER JWT", b"BEGIN USER NKEY SEED")
+
+
+def nats_servers(urls: str) -> list[str]:
+    """The URLs of a cluster's servers, which stand with commas between them.
+
+    Raises:
+        ValueError: one of them is no URL; the text shows none, for passwords may be inside.
+    """
+    found = [url.strip() for url in re.split(r",(?=\s*[a-z]+://)", urls)]
+    for number, url in enumerate(found, 1):
+        try:
+            parts = urlsplit(url if "://" in url else f"nats://{url}")
+            whole = bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            whole = False
+        if not whole:
+            raise ValueError(
+                f"URL {number} of {len(found)} is not nats://HOST:PORT; between several stand commas"
+            )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,10 @@ class Reply:
                     )
 
     @property
+    def buffered_bytes(self) -> int:
+        return self._buffered
+
+    @property
     def given_up(self) -> bool:
         """Whether no further frame is of use."""
         return self._failure is not None
@@ -372,6 +376,13 @@ class ReplyHub:
         """Whoever works on it may stop."""
         self.forget(reply)
         await self.cancel(reply.request_id, "the requester lost the answer")
+
+    def report(self) -> dict[str, int]:
+        """Replies that are waited for, and what of them waits for its readers."""
+        return {
+            "open": len(self._replies),
+            "buffered_bytes": sum(reply.buffered_bytes for reply in self._replies.values()),
+        }
 
     async def fail_all(self, error: EpdError) -> None:
         """End every reply, and those to come, with an error, after what has come of it; who works on one is

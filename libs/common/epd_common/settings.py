@@ -18,7 +18,7 @@ from pydantic.config import JsonDict
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from epd_common.ingest.limits import IngestLimits
-from epd_common.login import NatsLogin, check_ca
+from epd_common.login import NatsLogin, check_ca, nats_servers
 
 PREFIX = "EPD_"
 SECRET: JsonDict = {"secret": True}
@@ -38,8 +38,16 @@ class CommonSettings(BaseSettings):
 
     nats_url: str = Field(
         "nats://127.0.0.1:4222",
-        description="NATS server, credentials inside; `tls://` insists on TLS.",
+        description="NATS server, credentials inside; `tls://` insists on TLS. Several servers of one "
+        "cluster with commas between them: when one is lost, another is taken.",
         json_schema_extra=SECRET,
+    )
+    nats_replicas: int = Field(
+        1,
+        ge=1,
+        le=5,
+        description="Servers that hold each stream: 3 on a cluster of three, where any one may be lost; the "
+        "gateway's value counts.",
     )
     nats_creds: FilePath | None = Field(
         None, description="Credentials file of a NATS user (JWT and NKey seed)."
@@ -98,6 +106,12 @@ class CommonSettings(BaseSettings):
         ge=1,
         description="Jobs a queue holds before it answers 429; the gateway's value counts.",
     )
+
+    @field_validator("nats_url")
+    @classmethod
+    def _are_servers(cls, value: str) -> str:
+        nats_servers(value)
+        return value
 
     @field_validator("nats_creds", "nats_nkey_seed_file", "nats_ca", "redis_ca", mode="before")
     @classmethod

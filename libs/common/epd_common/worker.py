@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, Self
 
 from redis.asyncio import Redis
 
+from epd_common.accounts import Account
 from epd_common.bus import Bus, Delivery, JobPuller, announce, declare_consumers, declare_streams
 from epd_common.bus.exhausted import OnExhausted
 from epd_common.bus.micro import micro_service
@@ -34,6 +35,7 @@ from epd_common.store import (
     RedisEmbeddingStore,
     open_redis,
 )
+from epd_common.store.arena import sweeping
 from epd_common.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -109,6 +111,8 @@ class Worker:
         self._failure = ""
         self._setbacks = 0
         self._pullers: list[JobPuller] = []
+        self._jobs: dict[Stage, Account] = {}
+        self._holdings: dict[str, Callable[[], dict[str, Any]]] = {}
         self._stack = AsyncExitStack()
         self._beat_now: Callable[[], None] = lambda: None
         self.counters: Counter[str] = Counter()
@@ -117,7 +121,11 @@ class Worker:
         every_s = self._settings.heartbeat_s
         await self._stack.enter_async_context(
             micro_service(
-                self._bus, role=self._role, worker=self._settings.worker_id, health=self.health
+                self._bus,
+                role=self._role,
+                worker=self._settings.worker_id,
+                health=self.health,
+                audit=self.audit,
             )
         )
         self._beat_now = await self._stack.enter_async_context(
@@ -216,6 +224,7 @@ class Worker:
         self, puller: JobPuller, handle: Handle, tell: OnExhausted, delivery: Delivery
     ) -> None:
         """One job's boundary: whatever it raises ends here, with its delivery settled."""
+        entry = self._jobs.setdefault(puller.stage, Account()).enter()
         try:
             await handle(delivery)
             self._setbacks = 0
@@ -242,6 +251,7 @@ class Worker:
         finally:
             if self._engine is not None and not self._engine.alive:
                 self._fail("died")  # at once, so that it takes no further job
+            entry.end(delivery.outcome or "repeated")
             puller.release()
 
     async def _give_back(
@@ -321,6 +331,21 @@ class Worker:
             versions=info.versions if info else {},
         )
 
+    def shows(self, name: str, holding: Callable[[], dict[str, Any]]) -> None:
+        """Have what some part of this process holds shown to audits."""
+        self._holdings[name] = holding
+
+    def audit(self) -> dict[str, Any]:
+        """What came to this process, what became of it, and what it holds now."""
+        return {
+            "role": self._role,
+            "node": self._settings.node,
+            "pid": os.getpid(),
+            "busy": {puller.stage: puller.busy for puller in self._pullers},
+            "jobs": {stage: account.report() for stage, account in self._jobs.items()},
+            **{name: holding() for name, holding in self._holdings.items()},
+        }
+
     def health(self) -> dict[str, Any]:
         """What the micro service's health endpoint answers."""
         return {
@@ -396,11 +421,18 @@ async def connect(
         )
     )
     redis = await stack.enter_async_context(open_redis(settings.redis_url, ca=settings.redis_ca))
-    await declare_streams(bus, max_jobs=settings.queue_max_jobs, update=False)
+    await declare_streams(
+        bus,
+        max_jobs=settings.queue_max_jobs,
+        replicas=settings.nats_replicas,
+        update=False,
+    )
     arena = Arena(settings.arena_dir, quota_bytes=settings.arena_bytes, worker=settings.worker_id)
     arena.open()
     stack.callback(arena.close)
+    await stack.enter_async_context(sweeping(arena))
     worker = await stack.enter_async_context(Worker(bus, settings, arena, role=role, slots=slots))
+    worker.shows("arena", arena.report)
     remote: list[EmbeddingStore] = []
     if "redis" in settings.stores:
         remote.append(RedisEmbeddingStore(redis, ttl_s=settings.embedding_ttl_s))

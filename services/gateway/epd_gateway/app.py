@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from redis.asyncio import Redis
 from starlette.exceptions import HTTPException
 
+from epd_common.accounts import Account
 from epd_common.bus import Bus, Registry
 from epd_common.errors import (
     BadRequestError,
@@ -72,6 +74,7 @@ class Edge:
     metrics: GatewayMetrics
     started: float = field(default_factory=time.time)
     draining: bool = False
+    requests: Account = field(default_factory=Account)
 
     async def not_ready(self) -> str | None:
         """Why requests would fail now; None if they would not."""
@@ -89,6 +92,16 @@ class Edge:
             if any(e.fingerprint in prints for e in self.registry.encoding(model)):
                 return None
         return "no model has both a PD worker and an encoder that are ready"
+
+    def audit(self) -> dict[str, Any]:
+        """What came to this gateway, what became of it, and what it holds now."""
+        return {
+            "role": "gateway",
+            "node": self.settings.node,
+            "pid": os.getpid(),
+            "requests": self.requests.report(),
+            "replies": self.hub.report(),
+        }
 
     def health(self) -> dict[str, Any]:
         """What the micro service's health endpoint answers."""
@@ -145,6 +158,7 @@ def build_app(edge: Edge) -> FastAPI:
     async def metrics() -> Response:
         edge.metrics.open_requests.set(edge.hub.open_replies)
         await edge.metrics.look(edge.bus, edge.registry)
+        edge.metrics.accounts.show(edge.requests)
         return Response(generate_latest(edge.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
@@ -155,18 +169,18 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
 
     async def handler(request: Request) -> Response:
         started = time.monotonic()
-        caller = caller_of(request)
-        timeout_s = _deadline(request, edge.settings.deadline_s)
+        entry = edge.requests.enter()
         try:
-            async with asyncio.timeout(timeout_s):
-                body = await _json_body(request, edge.settings)
-        except TimeoutError:
-            raise DeadlineError(
-                "the deadline passed before the request's body was here", stage="ingest"
-            ) from None
-        priority = _priority(body, caller.most_urgent)
+            caller = caller_of(request)
+            timeout_s = _deadline(request, edge.settings.deadline_s)
+            body = await _body_within(request, edge.settings, timeout_s)
+            priority = _priority(body, caller.most_urgent)
+        except BaseException:
+            entry.end("refused")
+            raise
         timeout_s -= time.monotonic() - started
         return Relay(
+            entry=entry,
             send=edge.requester.send(
                 route,
                 body,
@@ -221,6 +235,18 @@ def _priority(body: dict[str, Any], most_urgent: int | None) -> int:
             stage="ingest",
         )
     return value
+
+
+async def _body_within(
+    request: Request, settings: GatewaySettings, timeout_s: float
+) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _json_body(request, settings)
+    except TimeoutError:
+        raise DeadlineError(
+            "the deadline passed before the request's body was here", stage="ingest"
+        ) from None
 
 
 async def _json_body(request: Request, settings: GatewaySettings) -> dict[str, Any]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
+from epd_common.accounts import Account
 from epd_common.bus import Bus, Registry
 from epd_common.bus.queues import queue_length
 from epd_common.bus.streams import STREAMS
@@ -77,6 +81,7 @@ class GatewayMetrics:
             ("model",),
             registry=self.registry,
         )
+        self.accounts = AccountCollector(self.registry)
         self.ledger = Gauge(
             "epd_gateway_ledger_reachable",
             "1 if the ledger of open requests answered last; 0: this gateway judges by its own alone.",
@@ -154,3 +159,29 @@ class GatewayMetrics:
         for token, jobs in queue.jobs.items():
             self.queue_jobs.labels(stage, names.get(token, OTHER)).inc(jobs)
         self.queue_oldest.labels(stage).set(queue.oldest_s)
+
+
+class AccountCollector(Collector):
+    """The gateway's accounts as they are, so that metrics and audits say the same."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._account = Account()
+        registry.register(self)
+
+    def show(self, account: Account) -> None:
+        self._account = account
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(
+            "epd_gateway_received",
+            "Requests for an answer that came.",
+            value=self._account.received,
+        )
+        ended = CounterMetricFamily(
+            "epd_gateway_ended",
+            "Requests for an answer that ended: answered, failed, refused, or cancelled by their client.",
+            labels=["outcome"],
+        )
+        for outcome, count in self._account.ended.items():
+            ended.add_metric([outcome], count)
+        yield ended

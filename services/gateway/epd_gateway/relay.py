@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from epd_common.accounts import Entry
 from epd_common.errors import (
     BusyError,
     EpdError,
@@ -39,6 +40,7 @@ class Relay(Response):
 
     Args:
         send: The request, not yet submitted.
+        entry: The request in the gateway's accounts.
         started: When it arrived, by the monotonic clock.
         timeout_s: All that sending may take; a client that stops to read is not waited for longer.
     """
@@ -47,12 +49,14 @@ class Relay(Response):
         self,
         *,
         send: AbstractAsyncContextManager[SentRequest],
+        entry: Entry,
         metrics: GatewayMetrics,
         route: str,
         started: float,
         timeout_s: float,
     ) -> None:
         self._request = send
+        self._entry = entry
         self._metrics = metrics
         self._route = route
         self._started = started
@@ -71,6 +75,7 @@ class Relay(Response):
             )
         finally:
             await end(relaying, watching)
+            self._entry.end(_outcome(self._status))
             self._metrics.requests.labels(self._route, self._status).inc()
             self._metrics.duration.labels(self._route).observe(time.monotonic() - self._started)
         if not relaying.cancelled():
@@ -122,6 +127,13 @@ class Relay(Response):
             event = f"data: {json.dumps(openai_body(error))}\n\ndata: [DONE]\n\n"
             await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _outcome(status: int) -> str:
+    """The end of a request in the accounts."""
+    if status == CLIENT_GONE:
+        return "cancelled"
+    return "answered" if status < 400 else "refused" if status < 500 else "failed"
 
 
 def _headers(sent: SentRequest, head: ReplyHead) -> dict[str, str]:

@@ -61,7 +61,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         redis = await stack.enter_async_context(
             open_redis(settings.redis_url, ca=settings.redis_ca)
         )
-        await declare_streams(bus, max_jobs=settings.queue_max_jobs)
+        await declare_streams(
+            bus, max_jobs=settings.queue_max_jobs, replicas=settings.nats_replicas
+        )
         edge = await _edge(stack, settings, keys, bus, redis)
         listening = _listen(settings)
         stack.callback(listening.close)
@@ -78,7 +80,13 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             )
         )
         await stack.enter_async_context(
-            micro_service(bus, role="gateway", worker=settings.worker_id, health=edge.health)
+            micro_service(
+                bus,
+                role="gateway",
+                worker=settings.worker_id,
+                health=edge.health,
+                audit=edge.audit,
+            )
         )
         url = f"http://{settings.host}:{listening.getsockname()[1]}"
         beat_now = await stack.enter_async_context(

@@ -93,7 +93,7 @@ class GenerateHandler:
             job = decode(delivery.data, GenerateJob)
             check_job(job, self._info.model)
         except ProtocolError as error:
-            self._counters["malformed"] += 1
+            self._count("malformed", delivery)
             logger.error("malformed generate job: %s", error)
             writer = writer_for_undone(
                 self._bus, delivery.data, attempt=delivery.attempt, worker=self._worker
@@ -109,6 +109,7 @@ class GenerateHandler:
                 await self._writer(job, delivery, None).error(
                     ConflictError(f"a request with the id {job.request_id} is running already")
                 )
+                delivery.outcome = "duplicate"
                 await delivery.ack()
             # Else it is the same job again, as its heartbeats were late: what runs goes on and settles it.
             return
@@ -122,6 +123,10 @@ class GenerateHandler:
                     await self._readiness.let_go(keys, job.request_id)
         finally:
             del self._running[job.request_id]
+
+    def _count(self, outcome: str, delivery: Delivery) -> None:
+        delivery.outcome = outcome
+        self._counters[outcome] += 1
 
     def _writer(self, job: GenerateJob, delivery: Delivery, replays: Replays | None) -> FrameWriter:
         return FrameWriter(
@@ -155,7 +160,7 @@ class GenerateHandler:
                     await end(answer, watch)
                 if not answer.cancelled():
                     return answer.result()
-        self._counters["cancelled"] += 1
+        self._count("cancelled", delivery)
         await writer.error(RequestCancelledError(watched.reason))
         self._replays.forget(job.request_id)
         await delivery.ack()
@@ -168,7 +173,7 @@ class GenerateHandler:
         fields = {"request_id": job.request_id, "attempt": delivery.attempt}
         try:
             await self._answer(job, delivery, writer, keys)
-            self._counters["answered"] += 1
+            self._count("answered", delivery)
             answered = True
         except EpdError as raised:
             # An engine, or a connection, of this worker alone.
@@ -178,7 +183,7 @@ class GenerateHandler:
             lost = not self._engine.alive and writer.committed
             error = _nobody_goes_on() if lost else raised
             expired = isinstance(error, DeadlineError)
-            self._counters["expired" if expired else "failed"] += 1
+            self._count("expired" if expired else "failed", delivery)
             logger.warning("request failed: %s", error, extra=fields | error.fields())
             await writer.error(error)
             answered = False
@@ -186,7 +191,7 @@ class GenerateHandler:
             if not writer.committed and not delivery.last_attempt:
                 raise  # given back, with a delay
             logger.exception("request failed by an unexpected error", extra=fields)
-            self._counters["failed"] += 1
+            self._count("failed", delivery)
             unexpected = EpdError(
                 "an unexpected error in the PD worker; its log says more", stage="generate"
             )

@@ -72,6 +72,10 @@ class Pins:
         self._headers.pop(key, None)
         self._arena.unpin(key)  # even without a header: one who was cancelled may have pinned it
 
+    def report(self) -> dict[str, int]:
+        """``keys`` that are held, and by how many ``users``."""
+        return {"keys": len(self._users), "users": self._users.total()}
+
     async def forget(self, key: str) -> None:
         """Delete an embedding that turned out to be wrong from every store that is read here."""
         await self._arena.delete(key)

@@ -85,6 +85,15 @@ class Replays:
             with contextlib.suppress(nats.errors.Error):
                 await self._subscription.unsubscribe()
 
+    def report(self) -> dict[str, int]:
+        """Answers of which frames are kept, their bytes, and those bytes as counted one by one."""
+        return {
+            "answers": len(self._sent),
+            "bytes": self._bytes,
+            "counted_bytes": sum(sent.bytes for sent in self._sent.values()),
+            "limit_bytes": TOTAL_BYTES,
+        }
+
     def begin(self, request_id: str, inbox: str, attempt: int, *, first: int = 0) -> None:
         """A new attempt, whose first frame has this number: those of an older one are of no use any more."""
         self._drop(request_id)

@@ -66,6 +66,8 @@ class PdService:
                 )
             )
             pins = Pins(parts.arena, parts.remote, info=info, counters=counters)
+            parts.worker.shows("pins", pins.report)
+            parts.worker.shows("frames", replays.report)
             handler = GenerateHandler(
                 bus=parts.bus,
                 engine=engine,

@@ -7,10 +7,11 @@ import itertools
 import logging
 import secrets
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import nats
@@ -22,7 +23,7 @@ from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 
 from epd_common.errors import BusyError, TooLargeError, UnavailableError
-from epd_common.login import NatsLogin
+from epd_common.login import NatsLogin, nats_servers
 from epd_common.protocol.base import Message
 from epd_common.protocol.codec import encode
 from epd_common.tasks import end
@@ -31,14 +32,22 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
 PUBLISH_TIMEOUT_S = 5.0
+STORE_TIMEOUT_S, STORE_AGAIN_S = 10.0, 0.2
+"""A message for a stream is sent again and again for so long while its servers choose a leader, which takes
+them 4 to 9 s; its id makes that one message."""
+
 PING_INTERVAL_S, PINGS_MISSED = 5, 2
 """A connection that answers no more is made anew after this many pings."""
+
+LOOK_S = 0.25
+"""Seconds between looks at whether a connection is still the one that something was sent on."""
 
 HEADER_ROOM_BYTES = 4096
 """Part of the payload limit kept free for headers, in bytes."""
 
 _MSGS_EXCEEDED = 10077  # JetStream: maximum messages exceeded (discard=new)
 _BYTES_EXCEEDED = 10122
+_NO_PEERS = 10005  # as long as some servers of a cluster have not come
 
 
 class _Client(Client):  # type: ignore[misc]  # nats-py is untyped
@@ -62,6 +71,7 @@ class Bus:
     :class:`~epd_common.errors.UnavailableError`.
 
     Args:
+        url: One server's, or several of a cluster with commas between them.
         inbox: What the subjects begin with on which this connection is answered.
     """
 
@@ -73,11 +83,11 @@ class Bus:
         login: NatsLogin = NatsLogin(),  # noqa: B008 - it is frozen
         inbox: str = "_INBOX",
     ) -> None:
-        self._url = url
+        self._servers = nats_servers(url)
         self._name = name
         self._login = login
         self._inbox = inbox
-        insists_on_tls = login.ca is not None or url.startswith("tls://")
+        insists_on_tls = login.ca is not None or "tls://" in url
         self._client = _Client(insists_on_tls=insists_on_tls)
         self._closing = False
         self._last_error = ""
@@ -113,7 +123,7 @@ class Bus:
     async def __aenter__(self) -> Self:
         connecting = asyncio.ensure_future(
             self._client.connect(
-                self._url,
+                **_pool(self._servers),
                 name=self._name,
                 tls=self._login.tls(),
                 user_credentials=_text(self._login.creds),
@@ -178,9 +188,9 @@ class Bus:
 
     @property
     def address(self) -> str:
-        """The server's address without credentials."""
-        parts = urlsplit(self._url)
-        return f"{parts.hostname}:{parts.port or 4222}"
+        """The servers' addresses without credentials."""
+        found = [urlsplit(server) for server in self._servers]
+        return ", ".join(f"{parts.hostname}:{parts.port or 4222}" for parts in found)
 
     async def emit(self, subject: str, message: Message) -> None:
         """Publish on core NATS: at most once, to whoever listens now."""
@@ -208,21 +218,25 @@ class Bus:
         data = encode(message)
         if len(data) > self.max_payload_bytes:
             raise _too_large(len(data), self.max_payload_bytes)
-        try:
-            stored = await self.js.publish(
-                subject, data, timeout=PUBLISH_TIMEOUT_S, headers={"Nats-Msg-Id": message_id}
-            )
-        except nats.js.errors.APIError as error:
-            if error.err_code in (_MSGS_EXCEEDED, _BYTES_EXCEEDED):
-                raise BusyError(
-                    f"the queue of {subject} is full; try again shortly",
-                    code="queue_full",
-                    retry_after_s=1.0,
-                ) from error
-            raise _unavailable(error) from error
-        except (nats.errors.Error, TimeoutError) as error:
-            raise _unavailable(error) from error
-        return int(stored.seq)
+        # With one server there is nobody else who could take it soon.
+        within_s = STORE_TIMEOUT_S if len(self._servers) > 1 else 0.0
+        give_up = time.monotonic() + within_s
+        while True:
+            try:
+                stored = await self.js.publish(
+                    subject, data, timeout=PUBLISH_TIMEOUT_S, headers={"Nats-Msg-Id": message_id}
+                )
+                return int(stored.seq)
+            except (nats.errors.Error, TimeoutError) as error:
+                if getattr(error, "err_code", None) in (_MSGS_EXCEEDED, _BYTES_EXCEEDED):
+                    raise BusyError(
+                        f"the queue of {subject} is full; try again shortly",
+                        code="queue_full",
+                        retry_after_s=1.0,
+                    ) from error
+                if not no_leader(error) or time.monotonic() >= give_up:
+                    raise _unavailable(error) from error
+            await asyncio.sleep(STORE_AGAIN_S)
 
     async def subscribe(
         self,
@@ -250,8 +264,11 @@ class Bus:
         passed = self._marks[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
-                await self._client.publish(self._marks_subject, str(number).encode())
-                await passed
+                while not passed.done():  # a mark is lost with the connection that it was sent on
+                    connection = self.reconnects
+                    await self._client.publish(self._marks_subject, str(number).encode())
+                    while self.reconnects == connection and not passed.done():
+                        await asyncio.wait((passed,), timeout=LOOK_S)
         except (nats.errors.Error, TimeoutError) as error:
             raise _unavailable(error) from error
         finally:
@@ -284,6 +301,33 @@ class Bus:
 
     async def _on_reconnect(self) -> None:
         logger.info("NATS: reconnected to %s", self.address)
+
+
+def no_leader(error: Exception) -> bool:
+    """Whether JetStream only lacks servers, or one to decide, now: as while a cluster chooses a leader."""
+    return getattr(error, "err_code", None) == _NO_PEERS or isinstance(
+        error,
+        TimeoutError
+        | nats.errors.NoRespondersError
+        | nats.js.errors.NoStreamResponseError
+        | nats.js.errors.ServiceUnavailableError,
+    )
+
+
+def _pool(servers: list[str]) -> dict[str, Any]:
+    """The servers, and apart from them the login that they share.
+
+    Servers that are not named here, of which the client hears from the others, are then tried with it, too.
+    """
+    urls = [urlsplit(server) for server in servers]
+    logins = {(url.username, url.password) for url in urls}
+    user, password = logins.pop()
+    if logins or user is None:
+        return {"servers": servers}
+    bare = [url._replace(netloc=url.netloc.rpartition("@")[2]).geturl() for url in urls]
+    if password is None:
+        return {"servers": bare, "token": user}
+    return {"servers": bare, "user": user, "password": password}
 
 
 def _text(path: Path | None) -> str | None:

@@ -56,6 +56,8 @@ class Delivery:
         self.data: bytes = message.data
         self.subject: str = message.subject
         self.received = time.monotonic()
+        self.outcome = ""
+        """What became of the job, for the worker's accounts: its handler's word, or how it was settled."""
 
     @property
     def attempt(self) -> int:
@@ -83,10 +85,13 @@ class Delivery:
 
     async def ack(self) -> None:
         """The job's effect is durable, or it needs none: forget it."""
+        self.outcome = self.outcome or "done"
         await self._settle(self._message.ack)
 
     async def retry(self, delay_s: float) -> None:
         """Give the job back, to be delivered again after a delay; after the last attempt nobody gets it."""
+        if not self._settled:
+            self.outcome = "given_back"
         await self._settle(lambda: self._message.nak(delay=delay_s))
 
     async def give_up(self, error: EpdError) -> None:
@@ -104,6 +109,7 @@ class Delivery:
             payload=self.data,
         )
         await bury(self._bus, letter, sequence=self.sequence)
+        self.outcome = self.outcome or "given_up"
         await self._settle(self._message.term)
 
     async def _settle(self, action: Callable[[], Awaitable[None]]) -> None:

@@ -30,7 +30,9 @@ from epd_common.protocol.subjects import Stage
 
 logger = logging.getLogger(__name__)
 
-LONG_WAIT_S = 5.0
+LONG_WAIT_S = 2.0
+"""Not longer, since a pull is lost without a word with the server that led its consumer."""
+
 SHORT_WAIT_S = 0.1
 ANSWER_S = 1.0
 """A pull that the server has not answered this long after its expiry is held for lost."""
@@ -46,6 +48,7 @@ class _Lane:
         self.consumer = consumer
         self.inbox = inbox
         self.open_until = 0.0
+        self.rests_until = 0.0
         self.connection = 0
         self.subscription: Subscription | None = None
 
@@ -62,7 +65,7 @@ class JobPuller:
         self, bus: Bus, stage: Stage, *, consumers: Sequence[str], slots: int, worker: str
     ) -> None:
         self._bus = bus
-        self._stage: Stage = stage
+        self.stage: Stage = stage
         self._worker = worker
         self.slots = slots
         self.busy = 0
@@ -127,7 +130,7 @@ class JobPuller:
                 await self._give_back(message)
                 continue
             self.busy += 1
-            yield Delivery(self._bus, self._stage, self._worker, message)
+            yield Delivery(self._bus, self.stage, self._worker, message)
         await self._close_pulls(self._lanes)
         await self._give_back_arrived()
 
@@ -154,7 +157,7 @@ class JobPuller:
         return self.slots - self.busy
 
     def _may_open(self, lane: _Lane) -> bool:
-        if self._stopping or self._is_open(lane):
+        if self._stopping or self._is_open(lane) or time.monotonic() < lane.rests_until:
             return False
         return sum(self._is_open(other) for other in self._lanes) < self._free
 
@@ -232,7 +235,7 @@ class JobPuller:
             return message
         if status not in ("404", "408"):  # neither "no messages" nor "pull expired"
             logger.warning("consumer %s answers %s; looking again", lane.consumer, message.headers)
-            await asyncio.sleep(BACKOFF_S)
+            lane.rests_until = time.monotonic() + BACKOFF_S  # the other lanes may be well
         return None
 
     async def _stopped_or_rests(self) -> None:
@@ -242,7 +245,7 @@ class JobPuller:
 
     async def _pull(self, lane: _Lane, *, wait_s: float) -> None:
         request = {"batch": 1, "expires": int(wait_s * 1e9)} if wait_s else _NO_WAIT
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{STREAMS[self._stage]}.{lane.consumer}"
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{STREAMS[self.stage]}.{lane.consumer}"
         try:
             if not self._bus.connected:  # it would be sent later, when nobody counts it as open
                 raise UnavailableError("NATS is disconnected")

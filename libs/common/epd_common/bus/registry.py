@@ -19,6 +19,7 @@ import nats.js.errors
 from nats.js.kv import KeyValue
 
 from epd_common.bus.connection import Bus
+from epd_common.bus.streams import once_led
 from epd_common.changes import Changes
 from epd_common.errors import UnavailableError
 from epd_common.protocol import subjects
@@ -35,19 +36,37 @@ time between beats."""
 LOOK_S = 0.5
 """Seconds between looks at whether the connection is still the one that the watch was made on."""
 
+BLIND_S = 20.0
+"""While nobody at all is heard of, as when a cluster of NATS servers lost the one that led the bucket, nobody
+is held for dead for so long: it is the bucket that is silent."""
+
+
+class _Ear:
+    """When the last beat of anybody was heard, by the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.heard = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self.heard
+
 
 class WorkerView:
     """A worker's latest record and when its last new beat was seen here."""
 
-    __slots__ = ("record", "seen")
+    __slots__ = ("_ear", "record", "seen")
 
-    def __init__(self, record: WorkerRecord) -> None:
+    def __init__(self, record: WorkerRecord, ear: _Ear | None = None) -> None:
         self.record = record
         self.seen = time.monotonic()
+        self._ear = ear or _Ear()
 
     @property
     def alive(self) -> bool:
-        return time.monotonic() - self.seen < min(self.record.ttl_s, FORGOTTEN_S)
+        age_s = time.monotonic() - self.seen
+        silent_s = min(self._ear.silent_s, BLIND_S)
+        return age_s - silent_s < self.record.ttl_s and age_s < FORGOTTEN_S
 
     @property
     def ready(self) -> bool:
@@ -60,6 +79,7 @@ class Registry:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._workers: dict[str, WorkerView] = {}
+        self._ear = _Ear()
         self._task: asyncio.Task[None] | None = None
         self._first_sync = asyncio.Event()
         self._changes = Changes()
@@ -143,13 +163,18 @@ class Registry:
     async def _watch(self, bucket: KeyValue) -> None:
         connection = self._bus.reconnects
         watcher = await bucket.watchall()
+        since = time.monotonic()
         try:
-            # A server that was started again knows nothing of the watch, and sends nothing.
+            # A server that was started again knows nothing of the watch, and sends nothing. Nor does a
+            # cluster's server where it was another one that kept the watch, and is gone.
             while self._bus.reconnects == connection and not self._closing:
                 try:
                     entry = await watcher.updates(timeout=LOOK_S)
                 except TimeoutError:
+                    if time.monotonic() - since > self._patience_s:
+                        return
                     continue
+                since = time.monotonic()
                 if entry is None:  # all that was there has been read
                     self._first_sync.set()
                 elif entry.operation in ("DEL", "PURGE"):
@@ -159,6 +184,12 @@ class Registry:
         finally:
             with contextlib.suppress(nats.errors.Error):
                 await watcher.stop()
+
+    @property
+    def _patience_s(self) -> float:
+        """Seconds after which a watch is made anew that shows nothing, though somebody beats."""
+        ttls = [view.record.ttl_s for view in self._workers.values()]
+        return max(2 * LOOK_S, min(ttls, default=60.0))
 
     def _note(self, key: str, value: bytes) -> None:
         try:
@@ -170,13 +201,15 @@ class Registry:
             # Who may write records may do so under its own role alone; inside it could claim any.
             logger.warning("worker registry: record %s claims to be another's; ignored", key)
             return
-        view = WorkerView(record)
+        view = WorkerView(record, self._ear)
         before = self._workers.get(key)
         if before is not None and (before.record.beat, before.record.pid) == (
             record.beat,
             record.pid,
         ):
             view.seen = before.seen  # read again, not beaten again
+        else:
+            self._ear.heard = view.seen
         self._workers[key] = view
         self._changes.note()
         oldest = time.monotonic() - FORGOTTEN_S
@@ -196,7 +229,7 @@ async def announce(
     Yields:
         A function that has the record written again at once, for a change of state.
     """
-    bucket = await bus.js.key_value(subjects.WORKERS_BUCKET)
+    bucket = await once_led(lambda: bus.js.key_value(subjects.WORKERS_BUCKET))
     first = snapshot(0)
     key = subjects.worker_key(first.role, first.worker)
     changed = asyncio.Event()

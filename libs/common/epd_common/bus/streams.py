@@ -6,8 +6,14 @@ on it: whoever starts declares what it needs, and a changed setting is an update
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
+import nats.errors
 from nats.js import JetStreamContext
 from nats.js.api import (
     AckPolicy,
@@ -18,9 +24,10 @@ from nats.js.api import (
     StorageType,
     StreamConfig,
 )
-from nats.js.errors import APIError, BadRequestError, NotFoundError
+from nats.js.errors import APIError, NotFoundError
 
-from epd_common.bus.connection import Bus
+from epd_common.bus.connection import Bus, no_leader
+from epd_common.errors import UnavailableError
 from epd_common.protocol import subjects
 from epd_common.protocol.subjects import Stage
 
@@ -34,9 +41,15 @@ JOB_MAX_AGE_S = 3600.0
 DUPLICATE_WINDOW_S = 120.0
 DLQ_MAX_MESSAGES = 10_000
 DLQ_MAX_AGE_S = 7 * 24 * 3600.0
-_NO_MESSAGE, _SEQUENCE_NOT_FOUND = 10037, 10057  # JetStream's error codes
+_NAME_IN_USE = 10058  # JetStream's error codes
+_NO_MESSAGE, _SEQUENCE_NOT_FOUND = 10037, 10057
 WORKERS_TTL_S = 60.0
 """A record nobody renews leaves the bucket after this; readers go by the heartbeat, sooner."""
+
+LEADER_WITHIN_S, LEADER_AGAIN_S = 30.0, 0.25
+"""A cluster that has just begun, or lost a server, gets so long to choose its leaders."""
+
+T = TypeVar("T")
 
 STREAMS: dict[Stage, str] = {
     "encode": subjects.ENCODE_STREAM,
@@ -48,6 +61,33 @@ ADVISORY_SUBJECTS: dict[Stage, str] = {
     for stage, stream in STREAMS.items()
 }
 """Where the server says that it delivers a job of a stage no more."""
+
+
+async def once_led(ask: Callable[[], Awaitable[T]], *, exists: bool = False) -> T:
+    """Ask JetStream for something, again where nobody can decide it yet.
+
+    Args:
+        exists: What is asked about was made by somebody, if only a moment ago: not every server of a cluster
+            knows it at once.
+
+    Raises:
+        UnavailableError: still nobody can after ``LEADER_WITHIN_S``.
+    """
+    give_up = time.monotonic() + LEADER_WITHIN_S
+    while True:
+        try:
+            return await ask()
+        except (nats.errors.Error, TimeoutError) as error:
+            if not (no_leader(error) or (exists and isinstance(error, NotFoundError))):
+                raise
+            if time.monotonic() >= give_up:
+                raise UnavailableError(
+                    f"JetStream does not answer ({error or type(error).__name__}): has each NATS server "
+                    "`jetstream` in its configuration, and do more than half of the cluster's run?",
+                    code="nats_unavailable",
+                    retry_after_s=1.0,
+                ) from error
+        await asyncio.sleep(LEADER_AGAIN_S)
 
 
 async def declare_streams(
@@ -101,12 +141,16 @@ async def declare_streams(
         ),
         update=update,
     )
-    with contextlib.suppress(BadRequestError):  # another service was first
-        await bus.js.create_key_value(
-            KeyValueConfig(
-                bucket=subjects.WORKERS_BUCKET, history=1, ttl=WORKERS_TTL_S, replicas=replicas
-            )
-        )
+    registry = KeyValueConfig(
+        bucket=subjects.WORKERS_BUCKET, history=1, ttl=WORKERS_TTL_S, replicas=replicas
+    )
+    with _unless_there():
+        await once_led(lambda: bus.js.create_key_value(registry))
+    bucket = f"KV_{subjects.WORKERS_BUCKET}"
+    info = await once_led(lambda: bus.js.stream_info(bucket), exists=True)
+    if update and info.config.num_replicas != replicas:
+        info.config.num_replicas = replicas
+        await once_led(lambda: bus.js.update_stream(info.config))
 
 
 async def declare_consumers(bus: Bus, stage: Stage, model: str) -> list[str]:
@@ -119,18 +163,16 @@ async def declare_consumers(bus: Bus, stage: Stage, model: str) -> list[str]:
         else:
             name = subjects.generate_consumer(model, lane)
             subject = subjects.generate_subject(model, lane)
-        await bus.js.add_consumer(
-            STREAMS[stage],
-            ConsumerConfig(
-                durable_name=name,
-                filter_subject=subject,
-                ack_policy=AckPolicy.EXPLICIT,
-                ack_wait=ACK_WAIT_S,
-                max_deliver=MAX_DELIVERIES,
-                max_ack_pending=-1,
-                max_waiting=512,
-            ),
+        consumer = ConsumerConfig(
+            durable_name=name,
+            filter_subject=subject,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=ACK_WAIT_S,
+            max_deliver=MAX_DELIVERIES,
+            max_ack_pending=-1,
+            max_waiting=512,
         )
+        await once_led(partial(bus.js.add_consumer, STREAMS[stage], consumer))
         names.append(name)
     return names
 
@@ -144,12 +186,26 @@ async def delete_message(bus: Bus, stream: str, number: int) -> None:
             raise
 
 
+@contextlib.contextmanager
+def _unless_there() -> Iterator[None]:
+    """Make something, unless another service was first."""
+    try:
+        yield
+    except APIError as error:
+        if error.err_code != _NAME_IN_USE:
+            raise UnavailableError(
+                f"JetStream refuses a stream or bucket ({error.description}); are EPD_NATS_REPLICAS and the "
+                "servers' limits right?",
+                code="nats_unavailable",
+            ) from error
+
+
 async def _declare_stream(js: JetStreamContext, config: StreamConfig, *, update: bool) -> None:
     try:
-        await js.stream_info(str(config.name))
+        await once_led(lambda: js.stream_info(str(config.name)))
     except NotFoundError:
-        with contextlib.suppress(BadRequestError):  # another service was first
-            await js.add_stream(config)
-            return
+        with _unless_there():
+            await once_led(lambda: js.add_stream(config))
+        await once_led(lambda: js.stream_info(str(config.name)), exists=True)
     if update:
-        await js.update_stream(config)
+        await once_led(lambda: js.update_stream(config))

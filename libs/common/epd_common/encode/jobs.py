@@ -47,6 +47,7 @@ class EncodeHandler:
                 raise ProtocolError(f"'epoch' is none that anybody can have claimed: {job.epoch}")
         except ProtocolError as error:
             logger.error("malformed encode job: %s", error)
+            delivery.outcome = "malformed"
             await delivery.give_up(error)
             return
         due = bounded(job.deadline, published=delivery.published, limit_s=MAX_AGE_S)
@@ -60,6 +61,7 @@ class EncodeHandler:
                 await self._failed(job, delivery, error)
                 return
             # Written and verified; now announced, and only then acknowledged (invariant I2).
+            delivery.outcome = "stale" if event is None else "ready"
             if event is not None:
                 await self._encoding.announce(event)
             await delivery.ack()
@@ -84,7 +86,8 @@ class EncodeHandler:
             logger.warning("encode failed, to be tried again: %s", error, extra=fields)
             await delivery.retry(RETRY_DELAY_S)
             return
-        self._counters["dropped" if expired else "failed"] += 1
+        delivery.outcome = "dropped" if expired else "failed"
+        self._counters[delivery.outcome] += 1
         logger.warning("encode failed: %s", error, extra=fields)
         await self._encoding.announce(self._encoding.failure(job, error, attempt=delivery.attempt))
         if permanent:

@@ -3,7 +3,7 @@
 * Publish: write a temporary file, then rename it, so a reader sees all of it or nothing.
 * Pin: a hard link in the consumer's own folder, hidden by a dot until it was verified. An eviction
   removes the arena's name for the file, never the memory under a reader; a dead consumer's pins are swept
-  when any worker of the node starts.
+  when any worker of the node starts, and by those that live.
 * Read: ``mmap``. That a pinned file exists is the readiness that the engine's processes see.
 
 Layout below the root::
@@ -27,9 +27,10 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from stat import S_ISREG
+from typing import Any
 
 from epd_common.errors import EpdError
 from epd_common.protocol.keys import is_key
@@ -42,8 +43,13 @@ from epd_common.store.embedding import (
     pack_header,
     unpack_header,
 )
+from epd_common.tasks import end
 
 logger = logging.getLogger(__name__)
+
+
+SWEEP_S = 10.0
+"""Seconds between looks for what dead workers left."""
 
 
 class ArenaInUseError(EpdError):
@@ -80,11 +86,7 @@ class Arena:
             folder.mkdir(parents=True, exist_ok=True)
         self._lock_path.touch()
         with self._locked():  # else one that opens now could sweep the lock we are about to take
-            for owner in self._owners.iterdir():
-                if (descriptor := _try_lock(owner)) is not None:
-                    self._drop(owner.name)
-                    owner.unlink(missing_ok=True)
-                    os.close(descriptor)
+            self._sweep()
             self._ownership = _try_lock(self._owners / self._worker)
         if self._ownership is None:
             raise ArenaInUseError(
@@ -93,6 +95,40 @@ class Arena:
             )
         for folder in (self.staging, self.pins):
             folder.mkdir(parents=True)
+
+    def sweep(self) -> list[str]:
+        """Drop what dead workers of this node left; their names."""
+        with self._locked():
+            return self._sweep()
+
+    def _sweep(self) -> list[str]:
+        dead = []
+        for owner in self._owners.iterdir():
+            if owner.name == self._worker and self._ownership is not None:
+                continue
+            if (descriptor := _try_lock(owner)) is not None:
+                self._drop(owner.name)
+                owner.unlink(missing_ok=True)
+                os.close(descriptor)
+                dead.append(owner.name)
+        return dead
+
+    def report(self) -> dict[str, Any]:
+        """What this worker has here, and what the dead left; ``bytes`` and ``files`` are the whole node's."""
+        sizes = [stat.st_size for _, stat in self._entries()]
+        with self._locked():
+            dead = [owner for owner in self._owners.iterdir() if _is_free(owner)]
+            left = [sum(1 for _ in (self._root / "pins" / owner.name).glob("*")) for owner in dead]
+        return {
+            "root": str(self._root),
+            "files": len(sizes),
+            "bytes": sum(sizes),
+            "quota_bytes": self._quota_bytes,
+            "pins": len(list(self.pins.iterdir())),
+            "staged": len(list(self.staging.iterdir())),
+            "dead_owners": len(dead),
+            "dead_pins": sum(left),
+        }
 
     def close(self) -> None:
         """Drop this process's pins and unfinished files."""
@@ -290,6 +326,34 @@ def _try_lock(path: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _is_free(path: Path) -> bool:
+    """Whether nobody holds the lock of a file; ask only under the arena's own lock."""
+    if (descriptor := _try_lock(path)) is None:
+        return False
+    os.close(descriptor)
+    return True
+
+
+@contextlib.asynccontextmanager
+async def sweeping(arena: Arena) -> AsyncIterator[None]:
+    """While open, drop what other workers of this node leave when they are killed and do not come back."""
+
+    async def sweep() -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                if dead := await asyncio.to_thread(arena.sweep):
+                    logger.warning("swept the arena of dead workers: %s", ", ".join(dead))
+            except OSError as error:
+                logger.warning("the arena could not be swept: %s", error)
+
+    task = asyncio.create_task(sweep(), name="sweep the arena")
+    try:
+        yield
+    finally:
+        await end(task)
 
 
 def map_embedding(path: Path) -> Embedding | None:

@@ -21,13 +21,14 @@ check: setup ## lint, types, import walls and the fast tests; under 2 minutes
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/write_docs.py --check
 	$(BIN)/python scripts/audit.py
-	$(BIN)/python -m pytest -q -m "not vllm and not docker and not slow and not chaos" --durations=15
+	$(BIN)/python -m pytest -q -n 3 -m "not vllm and not docker and not slow and not chaos" --durations=15
 
 audit: setup ## ask an advisory service about the dependencies; fails where none answers
 	$(BIN)/python scripts/audit.py --strict
 
 test: setup ## every test that needs no Docker engine, with real vLLM on the CPU
-	$(BIN)/python -m pytest -m "not docker and not chaos" --durations=15
+	$(BIN)/python -m pytest -n 3 -m "not vllm and not docker and not chaos" --durations=15
+	$(BIN)/python -m pytest -m "vllm and not docker" --durations=15
 
 chaostest: setup ## 1,500 requests while processes are killed; 3 minutes
 	$(BIN)/python -m pytest -m chaos -s

@@ -27,7 +27,7 @@ audit: setup ## ask an advisory service about the dependencies; fails where none
 	$(BIN)/python scripts/audit.py --strict
 
 test: setup ## every test that needs no Docker engine, with real vLLM on the CPU
-	$(BIN)/python -m pytest -n 3 -m "not vllm and not docker and not chaos" --durations=15
+	$(BIN)/python -m pytest -n 2 -m "not vllm and not docker and not chaos" --durations=15
 	$(BIN)/python -m pytest -m "vllm and not docker" --durations=15
 
 chaostest: setup ## 1,500 requests while processes are killed; 3 minutes

@@ -7,10 +7,11 @@ from typing import Any
 
 from epd_common.protocol import GenerateJob, decode, subjects
 from epd_common.protocol.subjects import model_token
+from service_stack import ServiceStack
 from sim_stack import SimStack
 
 
-async def queued(stack: SimStack, stage: str) -> int:
+async def queued(stack: ServiceStack, stage: str) -> int:
     """Jobs of the stack's model in a queue, those included that somebody works on."""
     streams = {"encode": subjects.ENCODE_STREAM, "generate": subjects.GENERATE_STREAM}
     wanted = f"epd.v1.{stage}.{model_token(stack.model)}.>"

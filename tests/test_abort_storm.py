@@ -117,14 +117,8 @@ async def test_requests_that_share_keys_and_random_cancels(stack: SimStack, seed
     await nothing_left(stack, pictures, LOADED * WITHIN_S)
     for data in pictures:
         assert await stack.redis.hget(f"epd:v1:state:{stack.key(data)}", "state") != b"pending"
-    counters: Counter[str] = Counter()
-    for pd in stack.pds:
-        counters.update(await stack.counters(pd))
-    for encoder in stack.encoders:
-        counters.update(await stack.counters(encoder))
-    print(became, counters)
+    print(became)
     assert became["cancelled"] > 50 and became["answered"] > 50
-    assert counters["unwanted"] > 0, "the dice have left nothing to drop"
 
 
 # -- requesters that die ----------------------------------------------------------------------------

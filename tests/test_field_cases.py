@@ -50,7 +50,7 @@ from epd_common.store import (
 )
 from epd_common.store.embedding import pack_header, payload_checksum
 from epd_gateway.app import GENERATE_ROUTES
-from epd_pd.jobs import ROUTES
+from epd_pd.answering import ROUTES
 from epd_pd.settings import PdSettings
 from epd_sim.profiles import PROFILES
 from fake_engine import FakePdEngine, answer_text, header, payload

@@ -34,6 +34,7 @@ from epd_common.replies import Reply, ReplyHub
 from epd_pd.resuming import may_go_on
 from epd_sim.answers import expected_answer, token_of
 from epd_sim.request import read_request
+from leftovers import queued
 from service_stack import BOUND_S, CHAT, eventually, image_part, picture, stream_text
 from sim_stack import SimStack, sim_stack
 
@@ -313,6 +314,28 @@ async def test_a_worker_that_is_shut_down_hands_its_answers_over(bare: SimStack)
     response = await asking
     assert stream_text(response.text) == expected_answer(body)
     assert (await bare.counters(second))["resumed"] == 1
+
+
+@pytest.mark.slow
+async def test_a_worker_that_was_only_slow_leaves_the_request_to_the_next_one(
+    bare: SimStack,
+) -> None:
+    """It hears that another attempt has begun, stops, and does not take that one's job off the queue."""
+    bare.pd_time.passing.clear()
+    slow = await bare.add_pd()
+    await bare.start(pds=0)
+    inbox = await Inbox().listen(bare.bus)
+    job = direct_job(bare, inbox)
+    await publish(bare, "generate", encode(job))
+    await eventually(lambda: _busy(bare, slow), "it is begun")
+    for attempt in (1, 2):
+        progress = Progress(request_id=job.request_id, attempt=attempt)
+        await bare.bus.emit(subjects.progress_subject(job.request_id), progress)
+    await eventually(lambda: _counted(bare, slow, "taken_over", 1), "it lets go")
+    assert slow.engine._inside == {} and inbox.frames == []
+    assert await queued(bare, "generate") == 1
+    bare.pd_time.passing.set()  # nobody else has it in truth, so it comes back
+    await eventually(lambda: any(isinstance(f, ReplyEnd) for f in inbox.frames), "it is answered")
 
 
 async def _counted(stack: SimStack, worker: Any, name: str, count: int) -> bool:

@@ -133,7 +133,7 @@ def notes(found: Evidence) -> list[str]:
 
 
 _WORKERS = ("encoder", "pd")
-_NOT_SETTLED = ("received", "running", "given_back", "repeated")
+_NOT_SETTLED = ("received", "running", "given_back", "repeated", "taken_over")
 
 
 def _of_process(accounts: dict[str, Any], idle: bool) -> list[str]:

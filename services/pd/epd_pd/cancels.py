@@ -39,12 +39,16 @@ class Watched:
 
     Attributes:
         requester: Key of its sender's record in the registry, if it has one.
-        cancelled: It is to end, for this ``reason``.
+        attempt: Number of this attempt at it.
+        cancelled: It is to end here, for this ``reason``.
+        taken_over: Since a later attempt has it.
     """
 
-    def __init__(self, requester: str) -> None:
+    def __init__(self, requester: str, attempt: int) -> None:
         self.requester = requester
+        self.attempt = attempt
         self.cancelled = asyncio.Event()
+        self.taken_over = False
         self.reason = "the request was cancelled"
 
     def cancel(self, reason: str = "") -> None:
@@ -112,9 +116,9 @@ class Cancels:
             return False  # then it is answered in vain
 
     @contextlib.contextmanager
-    def watch(self, request_id: str, requester: str = "") -> Iterator[Watched]:
+    def watch(self, request_id: str, requester: str = "", attempt: int = 1) -> Iterator[Watched]:
         """A request that begins here."""
-        watched = Watched(requester)
+        watched = Watched(requester, attempt)
         # There can be two: a job is delivered again when its worker was silent for too long.
         running = self._running.setdefault(request_id, set())
         running.add(watched)
@@ -124,6 +128,13 @@ class Cancels:
             running.discard(watched)
             if not running:
                 self._running.pop(request_id, None)
+
+    def taken_over(self, request_id: str, attempt: int) -> None:
+        """Another worker has begun this attempt, as this one was silent for too long: older ones end here."""
+        for watched in self._running.get(request_id, ()):
+            if watched.attempt < attempt:
+                watched.taken_over = True
+                watched.cancel()
 
     async def _on_cancel(self, message: Msg) -> None:
         request_id = message.subject.rpartition(".")[2]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -120,10 +121,15 @@ def told_of(progress: Progress) -> Told:
 
 
 class Resuming:
-    """Asks requesters what they have. Use as an async context manager."""
+    """Asks requesters what they have. Use as an async context manager.
 
-    def __init__(self, bus: Bus) -> None:
+    Args:
+        taken_over: Is told of each answer, whoever asked: the request is that attempt's from then on.
+    """
+
+    def __init__(self, bus: Bus, taken_over: Callable[[str, int], None]) -> None:
         self._bus = bus
+        self._taken_over = taken_over
         self._asked: dict[str, tuple[int, asyncio.Future[Progress]]] = {}
         self._subscription: Subscription | None = None
 
@@ -162,13 +168,14 @@ class Resuming:
 
     async def _on_progress(self, message: Msg) -> None:
         request_id = message.subject.rpartition(".")[2]
-        if request_id not in self._asked:
-            return
-        attempt, answer = self._asked[request_id]
         try:
             progress = decode(message.data, Progress)
         except ProtocolError as error:
             logger.warning("dropping a progress message: %s", error)
             return
+        self._taken_over(request_id, progress.attempt)
+        if request_id not in self._asked:
+            return
+        attempt, answer = self._asked[request_id]
         if progress.attempt == attempt and not answer.done():
             answer.set_result(progress)

@@ -16,6 +16,7 @@ from epd_common.protocol import subjects
 from epd_common.store import Arena, SizeTable
 from epd_common.worker import connect
 from epd_pd.admission import Admission
+from epd_pd.answering import Answering
 from epd_pd.cancels import Cancels
 from epd_pd.jobs import GenerateHandler
 from epd_pd.local_encode import LocalEncode
@@ -46,7 +47,7 @@ class PdService:
                 Cancels(parts.bus, parts.redis, worker=settings.worker_id)
             )
             replays = await stack.enter_async_context(Replays(parts.bus))
-            resuming = await stack.enter_async_context(Resuming(parts.bus))
+            resuming = await stack.enter_async_context(Resuming(parts.bus, cancels.taken_over))
             engine = self._make_engine(parts.arena)
             stack.push_async_callback(parts.worker.stop_engine)
             takes_encodes = settings.ec_role == "ec_both"
@@ -68,8 +69,7 @@ class PdService:
             pins = Pins(parts.arena, parts.remote, info=info, counters=counters)
             parts.worker.shows("pins", pins.report)
             parts.worker.shows("frames", replays.report)
-            handler = GenerateHandler(
-                bus=parts.bus,
+            answering = Answering(
                 engine=engine,
                 info=info,
                 # URLs are the gateway's to fetch, under its limits; here media come inline.
@@ -89,9 +89,15 @@ class PdService:
                     max_item_rows=info.max_item_rows,
                 ),
                 admission=Admission(settings.max_incomplete),
+                resuming=resuming,
+                counters=counters,
+            )
+            handler = GenerateHandler(
+                bus=parts.bus,
+                answering=answering,
+                model=info.model,
                 cancels=cancels,
                 replays=replays,
-                resuming=resuming,
                 worker=settings.worker_id,
                 deadline_s=settings.deadline_s,
                 counters=counters,

@@ -41,7 +41,7 @@ async def bury(bus: Bus, letter: DeadLetter, *, sequence: int) -> None:
 
 
 class Delivery:
-    """One delivered job. ``ack``, ``retry`` and ``give_up`` each settle it; the first one wins.
+    """One delivered job. ``ack``, ``retry``, ``give_up`` and ``leave`` each settle it; the first one wins.
 
     As an async context manager it tells the server every ``HEARTBEAT_S`` that work goes on.
     """
@@ -93,6 +93,10 @@ class Delivery:
         if not self._settled:
             self.outcome = "given_back"
         await self._settle(lambda: self._message.nak(delay=delay_s))
+
+    def leave(self) -> None:
+        """Say no more of it: a later delivery of the job is another worker's."""
+        self._settled = True
 
     async def give_up(self, error: EpdError) -> None:
         """Put the job into the dead-letter stream with the reason, then take it off the queue."""

@@ -1,0 +1,314 @@
+"""One attempt at answering a request: prepare, wait for embeddings, have the engine answer, send that."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from epd_common.engines import AnswerHead, AnswerPiece, EngineInfo, PdEngine, Told
+from epd_common.errors import (
+    BadRequestError,
+    DeadlineError,
+    EpdError,
+    SendAgainError,
+    UpstreamError,
+)
+from epd_common.ingest import Ingest
+from epd_common.ingest.body import parse_body
+from epd_common.orders import OrderContext
+from epd_common.protocol import GenerateJob, Item
+from epd_common.store import MediaStore
+from epd_common.tasks import end
+from epd_pd.admission import Admission, text_before_first_item
+from epd_pd.arrivals import Arrivals, ForecastError
+from epd_pd.frames import FrameWriter
+from epd_pd.readiness import Readiness
+from epd_pd.resuming import Resuming, may_go_on, told_of
+
+logger = logging.getLogger(__name__)
+
+ROUTES = ("/v1/chat/completions", "/v1/completions")
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A request, and one try at answering it.
+
+    Attributes:
+        number: Which delivery of its job this is, from 1.
+        keys: Of its items; those of raw ones only once it is prepared.
+        arrivals: What it waits for, once it is prepared.
+    """
+
+    job: GenerateJob
+    number: int
+    writer: FrameWriter
+    keys: list[str] = field(default_factory=list)
+    arrivals: Arrivals | None = None
+
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        return {"request_id": self.job.request_id, "attempt": self.number}
+
+
+class Answering:
+    """Answers requests with one engine.
+
+    Args:
+        counters: ``resumed``, ``wrong_forecasts``.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: PdEngine,
+        info: EngineInfo,
+        ingest: Ingest,
+        media: MediaStore,
+        readiness: Readiness,
+        admission: Admission,
+        resuming: Resuming,
+        counters: Counter[str],
+    ) -> None:
+        self._engine = engine
+        self._info = info
+        self._ingest = ingest
+        self._media = media
+        self._readiness = readiness
+        self._admission = admission
+        self._resuming = resuming
+        self._counters = counters
+
+    @property
+    def engine_alive(self) -> bool:
+        return self._engine.alive
+
+    async def answer(self, attempt: Attempt) -> None:
+        """Send the whole answer.
+
+        Raises:
+            EpdError: why that cannot be done; nothing was sent about it.
+        """
+        deadline = attempt.job.deadline
+        if time.time() >= deadline:
+            raise DeadlineError("the deadline passed in the queue", stage="queue")
+        try:
+            async with asyncio.timeout(deadline - time.time()) as bound:
+                await self._answer_in_time(attempt)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise _late(attempt.arrivals) from None
+
+    async def let_go(self, attempt: Attempt) -> None:
+        """The request has ended without its embeddings, or perhaps so: it waits for none of them."""
+        await self._readiness.let_go(attempt.keys, attempt.job.request_id)
+
+    async def _answer_in_time(self, attempt: Attempt) -> None:
+        job, writer = attempt.job, attempt.writer
+        if job.route not in ROUTES:
+            raise BadRequestError(
+                f"the route {job.route!r} is not served; these are: {', '.join(ROUTES)}",
+                code="unknown_route",
+                param="route",
+            )
+        body = await self._body(job)
+        body["priority"] = job.priority
+        writer.resumable = may_go_on(body)
+        told = await self._told(attempt) if attempt.number > 1 else None
+        prepared = await self._ingest.prepare(
+            route=job.route,
+            body=body,
+            fingerprint=self._info.fingerprint,
+            scope=job.scope,
+            special_tokens=self._info.special_tokens,
+            special_token_ids=self._info.special_token_ids,
+            modalities=self._info.modalities,
+            items=job.items,
+        )
+        attempt.keys = [item.key for item in prepared.items]
+        context = OrderContext(
+            model=job.model,
+            fingerprint=self._info.fingerprint,
+            request_id=job.request_id,
+            scope=job.scope,
+            priority=job.priority,
+            deadline=job.deadline,
+            traceparent=job.traceparent,
+        )
+        media = await self._raw_media(prepared.items)
+        async with self._readiness.arriving(prepared.items, context, media) as arrivals:
+            attempt.arrivals = arrivals
+            await self._generate(attempt, prepared.body, arrivals, told)
+
+    async def _told(self, attempt: Attempt) -> Told | None:
+        """What an older attempt has told the client; None if the answer may begin anew.
+
+        Raises:
+            UpstreamError: it has told something with which nobody can go on.
+        """
+        progress = await self._resuming.ask(attempt.job, attempt.number)
+        if progress is None or progress.seq == 0:
+            return None
+        attempt.writer.go_on(progress)
+        if not attempt.writer.resumable:
+            raise nobody_goes_on()
+        self._counters["resumed"] += 1
+        told = told_of(progress)
+        logger.warning(
+            "going on with an answer behind %d tokens",
+            sum(map(len, told.tokens)),
+            extra=attempt.log_fields,
+        )
+        return told
+
+    async def _generate(
+        self, attempt: Attempt, body: dict[str, Any], arrivals: Arrivals, told: Told | None
+    ) -> None:
+        """Have the engine answer, while items arrive.
+
+        Until the last one is there the engine can say nothing, so a wrong forecast costs another beginning
+        and nothing else.
+        """
+        text_before = text_before_first_item(body)
+        while True:
+            async with self._admission.enter(arrivals, text_before):
+                streaming = asyncio.ensure_future(self._stream(attempt, body, arrivals, told))
+                watching = asyncio.ensure_future(self._watch(arrivals))
+                try:
+                    await asyncio.wait((streaming, watching), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    await end(streaming, watching)
+            failure = arrivals.failure
+            if failure is None:
+                return streaming.result()
+            if not isinstance(failure, ForecastError):
+                raise failure
+            self._counters["wrong_forecasts"] += 1
+            arrivals.begin_again()
+
+    async def _watch(self, arrivals: Arrivals) -> None:
+        """Wake the engine for each item that arrives; return when one fails."""
+        while True:
+            seen = arrivals.changes.count
+            if arrivals.failure is not None:
+                return
+            await self._engine.wake()
+            await arrivals.changes.since(seen)
+
+    async def _stream(
+        self, attempt: Attempt, body: dict[str, Any], arrivals: Arrivals, told: Told | None
+    ) -> None:
+        job, writer = attempt.job, attempt.writer
+        writer.rewind()
+        # The engine puts its own parts into the body; the next beginning needs it as it was.
+        answer = self._engine.answer(
+            job.request_id, job.route, copy.deepcopy(body), arrivals.placeholders(), told
+        )
+        async with contextlib.aclosing(answer):
+            async for part in _once_known(answer, arrivals):
+                if arrivals.failure is not None:
+                    return  # what the engine says of a missing or unfit item is not the answer
+                if not self._engine.alive:  # what it says of that is not the answer
+                    raise UpstreamError("the engine died while it answered", stage="generate")
+                if isinstance(part, AnswerHead):
+                    await writer.head(part.status, part.content_type)
+                else:
+                    await writer.data(part)
+        if not self._engine.alive:
+            raise UpstreamError("the engine died while it answered", stage="generate")
+        await writer.end()
+
+    async def _raw_media(self, items: Sequence[Item]) -> dict[str, bytes]:
+        """The bytes of those items that vLLM wants to see itself, to know how much room they take."""
+        media = {}
+        for item in items:
+            if item.modality not in self._info.raw_modalities:
+                continue
+            if item.processor_args:
+                # vLLM would then give the item another name than the one its embedding comes under.
+                raise BadRequestError(
+                    f"mm_processor_kwargs cannot be set for {item.modality} input of this model",
+                    code="unsupported_parameter",
+                    param="mm_processor_kwargs",
+                    stage="generate",
+                )
+            data = item.media.inline or await self._media.get(item.media.ref or "")
+            if data is None:
+                raise SendAgainError(
+                    f"the media of item {item.key} are no longer in the media store; send them again",
+                    stage="generate",
+                    key=item.key,
+                    retry_after_s=1.0,
+                )
+            media[item.key] = data
+        return media
+
+    async def _body(self, job: GenerateJob) -> dict[str, Any]:
+        raw = job.body
+        if job.body_ref:
+            stored = await self._media.get_body(job.body_ref)
+            if stored is None:
+                raise SendAgainError(
+                    "the request's body is no longer in the media store; send it again",
+                    code="body_gone",
+                    stage="generate",
+                    retry_after_s=1.0,
+                )
+            raw = stored
+        body = parse_body(raw)
+        body.setdefault("model", job.model)
+        return body
+
+
+async def _once_known(
+    answer: AsyncIterator[AnswerHead | AnswerPiece], arrivals: Arrivals
+) -> AsyncIterator[AnswerHead | AnswerPiece]:
+    """The parts of an answer; a refusal only once all items are here.
+
+    Before that it may be due to a forecast that is wrong, which then is the arrivals' failure.
+    """
+    try:
+        async for part in answer:
+            if isinstance(part, AnswerHead) and part.status >= 400:
+                await arrivals.settled()
+            yield part
+    except EpdError:
+        raise
+    except Exception:
+        await arrivals.settled()
+        if arrivals.failure is None:
+            raise
+
+
+def nobody_goes_on() -> UpstreamError:
+    """A part of an answer was told that can only end in an error."""
+    return UpstreamError(
+        "the worker of this request was lost after its answer had begun, and an answer with these options "
+        "cannot be gone on with elsewhere; send it again",
+        code="worker_lost",
+        stage="generate",
+    )
+
+
+def _late(arrivals: Arrivals | None) -> DeadlineError:
+    """The deadline's error, with the stage that was waited for."""
+    if arrivals is None:
+        return DeadlineError("the deadline passed while the request was prepared", stage="ingest")
+    if (key := arrivals.first_missing) is not None:
+        reason = arrivals.reasons.get(key, "its state could not be read")
+        return DeadlineError(
+            f"the deadline passed while item {key} was being encoded: {reason}",
+            stage="encode",
+            key=key,
+        )
+    return DeadlineError(
+        "the deadline passed while the answer was being generated", stage="generate"
+    )

@@ -377,3 +377,10 @@ async def test_rows_of_a_size_are_known_to_another_process(redis: Redis) -> None
     assert known is not None
     assert (known.metadata, known.rows) == (metadata, 6)
     assert unknown is None
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x81\xa8metadata\x90", b"\x80"])
+async def test_what_cannot_be_read_as_a_size_is_none(redis: Redis, raw: bytes) -> None:
+    fingerprint = secrets.token_hex(32)
+    await redis.hset(f"epd:v1:sizes:2:{fingerprint}", "image:56x84:{}", raw)
+    assert await SizeTable(redis, fingerprint).look_up([picture_of(56, 84)]) == [None]

@@ -73,7 +73,7 @@ async def test_a_wrong_forecast_of_a_size_costs_another_beginning(small: Deploym
     await Question(seed=900).right(small)  # there is a table then
     async with open_redis(small.stack.redis_url) as redis:
         (table,) = [name async for name in redis.scan_iter(match="epd:v1:sizes:*")]
-        wrong = msgspec.msgpack.encode({"image_grid_thw": [1, 2, 2]})
+        wrong = msgspec.msgpack.encode({"metadata": {"image_grid_thw": [1, 2, 2]}, "rows": 1})
         await redis.hset(table, f"image:{width}x{height}:{{}}", wrong)
     before = await counters(small, "pd-1")
     async with frozen_encoder(small):

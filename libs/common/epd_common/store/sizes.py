@@ -66,8 +66,9 @@ class SizeTable:
             with redis_errors():
                 found = await self._redis.hmget(self._name, unknown)
             for name, raw in zip(unknown, found, strict=True):
-                if raw is not None:
-                    self._remember(name, msgspec.msgpack.decode(as_bytes(raw), type=Size))
+                size = _read(as_bytes(raw)) if raw is not None else None
+                if size is not None:
+                    self._remember(name, size)
         return [self._seen.get(name) for name in names]
 
     async def add(
@@ -94,6 +95,14 @@ class SizeTable:
         self._seen[name] = size
         while len(self._seen) > MAX_SIZES:
             self._seen.popitem(last=False)
+
+
+def _read(raw: bytes) -> Size | None:
+    """A size as it is stored; what cannot be read is as good as a new one."""
+    try:
+        return msgspec.msgpack.decode(raw, type=Size)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _name(modality: str, width: int, height: int, processor_args: dict[str, Any]) -> str:

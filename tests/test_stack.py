@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from epd_cli.backoff import Backoff
 from epd_cli.brokers import BrokerError, Brokers, embedded_brokers
 from epd_cli.processes import ServiceProcess
-from epd_cli.stack import Stack, StackOptions, read_state, run_stack
+from epd_cli.stack import Stack, StackOptions, _sweep_arenas, read_state, run_stack
 from epd_common.lifecycle import EXIT_FAILED
 from epd_sim.faults import CRASH_EXIT
 from load import Balancer
@@ -163,3 +164,28 @@ async def test_what_runs_is_answered_when_everything_is_stopped(tmp_path: Path) 
             await eventually(all_open, "all are under way")
         answers = await asyncio.gather(*asking)
     assert [answer.status_code for answer in answers] == [200] * 12
+
+
+@pytest.mark.slow
+async def test_two_stacks_of_one_process_have_arenas_of_their_own(tmp_path: Path) -> None:
+    async with (
+        run_stack(sim_options(tmp_path / "one"), lambda view: None) as one,
+        run_stack(sim_options(tmp_path / "two"), lambda view: None) as two,
+    ):
+        assert one.arena != two.arena
+        assert one.arena.is_dir() and two.arena.is_dir()
+    assert not one.arena.exists() and not two.arena.exists()
+
+
+def test_arenas_of_processes_that_are_no_more_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_cli.stack.ARENA_ROOT", tmp_path)
+    dead = max(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()) + 7919
+    mine, theirs, other = (
+        tmp_path / name for name in (f"epdflow-{os.getpid()}-1", f"epdflow-{dead}-1", "epdflow-x")
+    )
+    for folder in (mine, theirs, other):
+        folder.mkdir()
+    _sweep_arenas()
+    assert mine.exists() and other.exists() and not theirs.exists()

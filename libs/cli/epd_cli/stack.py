@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from epd_common.tasks import end
 START_TIMEOUT_S = 600.0
 POLL_S = 0.1
 ARENA_ROOT = Path("/dev/shm")
+_numbers = itertools.count(1)
 
 Report = Callable[["StackView"], None]
 
@@ -170,7 +172,7 @@ async def run_stack(options: StackOptions, report: Report) -> AsyncIterator[Stac
         nats_url = options.nats_url or brokers.nats_url
         redis_url = options.redis_url or brokers.redis_url
         _sweep_arenas()
-        arena = ARENA_ROOT / f"epdflow-{os.getpid()}"
+        arena = ARENA_ROOT / f"epdflow-{os.getpid()}-{next(_numbers)}"
         stack.callback(shutil.rmtree, arena, ignore_errors=True)
         # vLLM's sockets between its processes, which it leaves behind when it is killed.
         ipc = stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-ipc-", dir="/tmp"))
@@ -245,9 +247,9 @@ async def _stop_all(services: list[ServiceProcess], up: list[bool]) -> None:
 
 
 def _sweep_arenas() -> None:
-    """Drop the arenas of stacks that were killed; each is named by its process."""
+    """Drop the arenas of stacks that were killed; each is named by its process, which may have several."""
     for arena in ARENA_ROOT.glob("epdflow-*"):
-        pid = arena.name.removeprefix("epdflow-")
+        pid = arena.name.split("-")[1]
         if pid.isdigit() and not Path("/proc", pid).exists():
             shutil.rmtree(arena, ignore_errors=True)
 

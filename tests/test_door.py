@@ -108,16 +108,16 @@ async def test_a_tenant_over_its_share_and_a_full_system(
         running.append(begin("b"))
         await eventually(lambda: len(engine.running) == 2, "a newcomer gets in")
         check_refused(await ask_as(stack, "c", max_tokens=400), "system_full")
+        assert await samples(stack, "epd_gateway_open_cost") == {(stack.model,): 800}
+        assert await samples(stack, "epd_gateway_admission_capacity") == {(stack.model,): 1000}
+        engine.gate.set()
+        assert [text_of(answer) for answer in await asyncio.gather(*running)] == ["x", "x"]
         assert await samples(stack, "epd_gateway_admissions_total") == {
             ("let_in", "a"): 1,
             ("tenant_over_share", "a"): 1,
             ("let_in", "b"): 1,
             ("system_full", "c"): 1,
         }
-        assert await samples(stack, "epd_gateway_open_cost") == {(stack.model,): 800}
-        assert await samples(stack, "epd_gateway_admission_capacity") == {(stack.model,): 1000}
-        engine.gate.set()
-        assert [text_of(answer) for answer in await asyncio.gather(*running)] == ["x", "x"]
 
         async def let_in() -> bool:
             return (await ask_as(stack, "a", max_tokens=700)).status_code == 200

@@ -101,6 +101,7 @@ class Requester:
         priority: int = 0,
         entry: Entry | None = None,
         traceparent: str = "",
+        request_id: str = "",
     ) -> AsyncIterator[SentRequest]:
         """Submit a request; leaving the context before its end cancels it.
 
@@ -112,6 +113,7 @@ class Requester:
             files_of: The tenant whose uploads the body may name, where that is not the scope.
             priority: Lower is sooner.
             entry: Asked before anything is done for the request, and closed at its end.
+            request_id: That nobody else has; one is made up where it is empty.
 
         Raises:
             EpdError: bad input, no worker, no room, a full queue, a broker that is away, a deadline that
@@ -133,7 +135,7 @@ class Requester:
                     "the deadline passed while the request's media were fetched and checked",
                     stage="ingest",
                 ) from None
-            request_id = secrets.token_hex(16)
+            request_id = request_id or secrets.token_hex(16)
             async with self._hub.expect(request_id, timeout_s=deadline - time.time()) as reply:
                 job = GenerateJob(
                     request_id=request_id,

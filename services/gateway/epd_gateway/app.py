@@ -42,7 +42,8 @@ from epd_gateway.draining import CloseWhileDraining
 from epd_gateway.files import add_file_routes
 from epd_gateway.metrics import GatewayMetrics
 from epd_gateway.openapi import openapi_document
-from epd_gateway.relay import Relay
+from epd_gateway.relay import CLIENT_GONE, Relay
+from epd_gateway.request_ids import NameRequests, request_id_of
 from epd_gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ def build_app(edge: Edge) -> FastAPI:
         refused=edge.metrics.refused,
     )
     app.add_middleware(CloseWhileDraining, draining=lambda: edge.draining)
+    app.add_middleware(NameRequests)  # around all others
     for route in GENERATE_ROUTES:
         app.add_api_route(route, _generate(edge, route), methods=["POST"])
     add_file_routes(app, edge)
@@ -175,11 +177,14 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
             timeout_s = _deadline(request, edge.settings.deadline_s)
             body = await _body_within(request, edge.settings, timeout_s)
             priority = _priority(body, caller.most_urgent)
-        except BaseException:
+        except BaseException as error:
             entry.end("refused")
+            edge.metrics.requests.labels(route, getattr(error, "status", CLIENT_GONE)).inc()
             raise
         timeout_s -= time.monotonic() - started
+        request_id = request_id_of(request)
         return Relay(
+            request_id=request_id,
             entry=entry,
             send=edge.requester.send(
                 route,
@@ -190,6 +195,7 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
                 priority=priority,
                 entry=edge.door.entry(caller, timeout_s=timeout_s),
                 traceparent=request.headers.get("traceparent", ""),
+                request_id=request_id,
             ),
             metrics=edge.metrics,
             route=route,

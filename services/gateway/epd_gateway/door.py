@@ -73,7 +73,9 @@ class Door:
         caller = entry.caller
         wanted = Holding(worker.model, caller.tenant, caller.weight, cost, entry.until)
         verdict, sums = await self._ledger.ask(entry.id, wanted, limits)
-        if not entry.cost or verdict is not Verdict.IN:
+        if (
+            verdict is not Verdict.IN
+        ):  # who is let in is counted at the end, as it may be asked again
             self._metrics.admissions.labels(caller.tenant, verdict.value).inc()
         self._metrics.capacity.labels(worker.model).set(limits.capacity)
         self._metrics.open_cost.labels(worker.model).set(
@@ -97,6 +99,7 @@ class Door:
     def close(self, entry: Entry) -> None:
         self._ledger.close(entry.id)
         if entry.cost:
+            self._metrics.admissions.labels(entry.caller.tenant, Verdict.IN.value).inc()
             took_s = time.monotonic() - entry.began
             self._mean_s += _SMOOTHING * (took_s - self._mean_s)
 

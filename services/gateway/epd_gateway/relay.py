@@ -40,6 +40,7 @@ class Relay(Response):
 
     Args:
         send: The request, not yet submitted.
+        request_id: Its name, for logs.
         entry: The request in the gateway's accounts.
         started: When it arrived, by the monotonic clock.
         timeout_s: All that sending may take; a client that stops to read is not waited for longer.
@@ -49,6 +50,7 @@ class Relay(Response):
         self,
         *,
         send: AbstractAsyncContextManager[SentRequest],
+        request_id: str,
         entry: Entry,
         metrics: GatewayMetrics,
         route: str,
@@ -56,6 +58,7 @@ class Relay(Response):
         timeout_s: float,
     ) -> None:
         self._request = send
+        self._request_id = request_id
         self._entry = entry
         self._metrics = metrics
         self._route = route
@@ -94,6 +97,13 @@ class Relay(Response):
                 body = b"".join([piece async for piece in sent.reply.data()])
         except EpdError as error:
             self._status = error.status
+            logger.log(
+                logging.WARNING if error.status >= 500 else logging.INFO,
+                "request ended with %d: %s",
+                error.status,
+                error,
+                extra={"request_id": self._request_id, **error.fields()},
+            )
             answer = JSONResponse(
                 openai_body(error), status_code=error.status, headers=error.headers()
             )
@@ -122,7 +132,7 @@ class Relay(Response):
             logger.warning(
                 "stream ended by an error: %s",
                 error,
-                extra={"request_id": sent.reply.request_id, **error.fields()},
+                extra={"request_id": self._request_id, **error.fields()},
             )
             event = f"data: {json.dumps(openai_body(error))}\n\ndata: [DONE]\n\n"
             await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
@@ -138,7 +148,7 @@ def _outcome(status: int) -> str:
 
 def _headers(sent: SentRequest, head: ReplyHead) -> dict[str, str]:
     """What became of the request, for people and tests who want to see it."""
-    headers = {"x-request-id": sent.reply.request_id, "x-epd-worker": head.worker}
+    headers = {"x-epd-worker": head.worker}
     if sent.origins:
         headers["x-epd-items"] = ",".join(sent.origins)
     if head.status in (BusyError.status, UnavailableError.status):

@@ -292,7 +292,7 @@ def nobody_goes_on() -> UpstreamError:
     """A part of an answer was told that can only end in an error."""
     return UpstreamError(
         "the worker of this request was lost after its answer had begun, and an answer with these options "
-        "cannot be gone on with elsewhere; send it again",
+        "cannot be resumed on another worker; send it again",
         code="worker_lost",
         stage="generate",
     )

@@ -93,6 +93,31 @@ async def test_the_end_of_a_request_frees_its_slot() -> None:
             pass
 
 
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_request_that_is_cancelled_twice_frees_its_slot(turns: int) -> None:
+    admission = Admission(max_incomplete=1)
+    first, second = arrivals(1), arrivals(1)
+    for waiting in (first, second):
+        waiting.forecast(0, GRID)
+    inside = asyncio.Event()
+
+    async def stay() -> None:
+        async with admission.enter(first, 100):
+            inside.set()
+            await asyncio.Event().wait()
+
+    staying = asyncio.create_task(stay())
+    async with asyncio.timeout(BOUND_S):
+        await inside.wait()
+        staying.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        staying.cancel()
+        await asyncio.wait((staying,))
+        async with admission.enter(second, 100):
+            pass
+
+
 async def test_none_inside_holds_everything_outside_until_it_is_complete() -> None:
     admission = Admission(max_incomplete=0)
     waiting = arrivals(1)

@@ -634,6 +634,31 @@ async def test_a_cancelled_request_leaves_no_pin(
     await house.until_right()  # and the next one is served
 
 
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_request_that_is_cancelled_twice_leaves_no_pin(
+    house: House, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a cancel message, and by the worker's drain while it ends."""
+    leaving = asyncio.Event()
+
+    async def block(*_: object) -> None:
+        leaving.set()
+        await asyncio.Event().wait()
+
+    await house.encode(await house.claimed_elsewhere())
+    monkeypatch.setattr("nats.aio.subscription.Subscription.unsubscribe", block)
+    waiting = asyncio.create_task(house.until_right())
+    await leaving.wait()
+    assert house.pinned == [house.key]
+    waiting.cancel()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait((waiting,), timeout=BOUND_S)
+    assert waiting.cancelled()
+    assert house.pinned == []
+
+
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_cancel_that_meets_the_event_is_not_lost(house: House, turns: int) -> None:
     """``asyncio.wait_for`` of Python 3.11 would swallow it and wait on."""

@@ -310,7 +310,7 @@ class Reply:
 
 def _worker_lost() -> UpstreamError:
     return UpstreamError(
-        "the worker of this request was lost after its answer had begun, and it cannot be resumed on another; "
+        "the worker of this request was lost after its answer had begun; it cannot be resumed on another: "
         "send it again",
         code="worker_lost",
         stage="generate",

@@ -77,10 +77,12 @@ class Relay(Response):
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
-            await end(relaying, watching)
-            self._entry.end(_outcome(self._status))
-            self._metrics.requests.labels(self._route, self._status).inc()
-            self._metrics.duration.labels(self._route).observe(time.monotonic() - self._started)
+            try:
+                await end(relaying, watching)
+            finally:  # also where this is cancelled a second time
+                self._entry.end(_outcome(self._status))
+                self._metrics.requests.labels(self._route, self._status).inc()
+                self._metrics.duration.labels(self._route).observe(time.monotonic() - self._started)
         if not relaying.cancelled():
             relaying.result()
 

@@ -77,8 +77,8 @@ class Admission:
         try:
             yield
         finally:
-            await end(completing)
-            slot.close()
+            with slot:  # closed also where this is cancelled a second time
+                await end(completing)
 
     def _release(self) -> None:
         self._free += 1

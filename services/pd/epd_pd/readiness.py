@@ -105,9 +105,11 @@ class Readiness:
                 await self._forecast(items, arrivals)
             yield arrivals
         finally:
-            await end(*waits)
-            for key in taken:
-                self._pins.release(key)
+            try:
+                await end(*waits)
+            finally:  # also where this is cancelled a second time
+                for key in taken:
+                    self._pins.release(key)
 
     async def let_go(self, keys: Sequence[str], request_id: str) -> None:
         """The request has ended without them: what nobody else waits for need not be encoded."""

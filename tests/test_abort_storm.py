@@ -297,7 +297,7 @@ async def under_way(stack: SimStack, count: int) -> None:
     await eventually(all_in, f"{count} requests are under way", 60)
 
 
-async def test_an_abort_storm(stack: SimStack) -> None:
+async def test_fc35_an_abort_storm(stack: SimStack) -> None:
     """500 requests are cancelled within a second, wherever they are, while 20 others begin."""
     stack.encoder_time = stack.pd_time = asyncio.sleep  # type: ignore[assignment]
     stack.settings |= {"sim_profile": "qwen2.5-vl-7b-h100", "heartbeat_s": 2.0}

@@ -212,7 +212,7 @@ async def behind_another(stack: SimStack) -> asyncio.Task[httpx.Response]:
     return asking
 
 
-async def test_an_encode_that_nobody_waits_for_leaves_its_queue_and_is_ordered_anew(
+async def test_fc35_an_encode_that_nobody_waits_for_leaves_its_queue_and_is_ordered_anew(
     stack: SimStack,
 ) -> None:
     first, data = await behind_another(stack), picture()
@@ -278,7 +278,7 @@ async def test_an_upload_is_encoded_whoever_asks_and_goes(stack: SimStack) -> No
     assert await waiting(stack, [stack.key(data)]) == 0
 
 
-async def test_when_one_item_fails_its_siblings_are_let_go(stack: SimStack) -> None:
+async def test_fc38_when_one_item_fails_its_siblings_are_let_go(stack: SimStack) -> None:
     """The failure is told while the others still wait in the queue (field case 38)."""
     bad, good = picture(), picture()
     states = KeyStates(stack.redis, lease_s=60, ready_ttl_s=60)

@@ -76,7 +76,7 @@ async def ask_rightly(stack: SimStack, text: str, *pictures: bytes) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["encoder", "pd"])
-async def test_a_hung_engine_ends_its_worker_and_another_answers(bare: SimStack, role: str) -> None:
+async def test_fc19_a_hung_engine_ends_its_worker_and_another_answers(bare: SimStack, role: str) -> None:
     """Long before the drain's time, and before the client notices."""
     add = bare.add_encoder if role == "encoder" else bare.add_pd
     hanging = await add(sim_hang_at=1, stall_s=STALL_S, drain_s=300)
@@ -137,7 +137,7 @@ async def test_a_worker_whose_engine_died_does_not_wait_for_the_drain(bare: SimS
 
 
 @pytest.mark.slow
-async def test_a_busy_engine_and_one_that_waits_for_embeddings_live(bare: SimStack) -> None:
+async def test_fc26_a_busy_engine_and_one_that_waits_for_embeddings_live(bare: SimStack) -> None:
     bare.settings["stall_s"] = STALL_S
     await bare.start()
     bare.pd_time.real_s = STALL_S / 4  # slow, and each answer takes many steps

@@ -116,6 +116,8 @@ def test_responses_tool_outputs_hold_media_too() -> None:
         (COMPLETIONS, {"prompt": "text"}),
         (COMPLETIONS, {"prompt": ["a", "b"]}),
         (COMPLETIONS, {"prompt": [1, 2]}),
+        (COMPLETIONS, {"prompt": [7] * 4000}),
+        (COMPLETIONS, {"prompt": ["a"] * 128}),
         (CHAT, chat(TEXT, kv_transfer_params=None)),
     ],
 )
@@ -210,6 +212,9 @@ def nested(depth: int) -> Any:
         (CHAT, chat(TEXT, tools=nested(5000)), "body"),
         (COMPLETIONS, {}, "prompt"),
         (COMPLETIONS, {"prompt": 5}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1]] * 129}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, *["a"] * 200_000]}, "prompt"),
         (RESPONSES, {}, "input"),
         (RESPONSES, {"input": []}, "input"),
         (RESPONSES, {"input": [7]}, "input[0]"),

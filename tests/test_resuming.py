@@ -19,7 +19,7 @@ from direct import Inbox, direct_job, publish
 from epd_cli.stack import Stack, StackOptions, run_stack
 from epd_common.bus import declare_consumers, declare_streams
 from epd_common.engines import Told
-from epd_common.errors import BadRequestError, UpstreamError
+from epd_common.errors import BadRequestError, UnavailableError, UpstreamError
 from epd_common.protocol import (
     Progress,
     ReplyData,
@@ -149,6 +149,37 @@ async def test_a_worker_that_begins_a_stream_anew_fails_it_once_it_was_seen() ->
     reply.offer(head(attempt=2))
     with pytest.raises(UpstreamError, match="was lost after its answer had begun"):
         [piece async for piece in reply.data()]
+
+
+async def resumed_too_late() -> Reply:
+    """Its client has seen a part, and the next worker begins anew, as it did not hear of that in time."""
+    reply = reply_of(head(), data(1, b"the ", 1), data(2, b"cat ", 2), data(3, b"sat ", 3))
+    await reply.head()
+    assert reply.resume(asked(2)) is not None
+    reply.offer(head(attempt=2))
+    return reply
+
+
+async def test_two_answers_are_not_joined() -> None:
+    reply = await resumed_too_late()
+    for seq, word in enumerate((b"my ", b"dog ", b"ran ", b"away"), 1):
+        reply.offer(data(seq, word, seq, attempt=2))
+    reply.offer(end(5, attempt=2))
+    with pytest.raises(UpstreamError) as caught:
+        [piece async for piece in reply.data()]
+    assert caught.value.code == "worker_lost"
+    assert reply.given_up, "the worker is told to stop"
+
+
+async def test_an_error_of_a_worker_that_knows_nothing_of_the_answer_ends_it() -> None:
+    reply = reply_of(head(), data(1, b"the ", 1), data(2, b"cat ", 2))
+    await reply.head()
+    reply.resume(asked(2))
+    failed = ReplyError(request_id="r", attempt=2, seq=0, status=503, code="gone", message="gone")
+    reply.offer(failed)
+    with pytest.raises(UnavailableError) as caught:
+        [piece async for piece in reply.data()]
+    assert caught.value.code == "gone"
 
 
 async def test_a_worker_may_begin_anew_before_anything_was_seen() -> None:

@@ -76,7 +76,9 @@ async def ask_rightly(stack: SimStack, text: str, *pictures: bytes) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["encoder", "pd"])
-async def test_fc19_a_hung_engine_ends_its_worker_and_another_answers(bare: SimStack, role: str) -> None:
+async def test_fc19_a_hung_engine_ends_its_worker_and_another_answers(
+    bare: SimStack, role: str
+) -> None:
     """Long before the drain's time, and before the client notices."""
     add = bare.add_encoder if role == "encoder" else bare.add_pd
     hanging = await add(sim_hang_at=1, stall_s=STALL_S, drain_s=300)

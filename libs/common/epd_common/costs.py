@@ -111,8 +111,11 @@ def _work(body: dict[str, Any], media: int, visual: int | None, max_model_len: i
     characters = sum(len(text_of(part)) for part in _parts(body))
     text = characters // CHARACTERS_PER_TOKEN
     ids, prompts = _prompt(body.get("prompt"))
-    limit = _positive(body, "max_completion_tokens") or _positive(body, "max_tokens")
-    each = min(limit or ANSWER_TOKENS, most)
+    limit = _positive(body, "max_tokens")
+    if "messages" in body:  # completions do not have it
+        limit = _positive(body, "max_completion_tokens") or limit
+    endless = most if body.get("ignore_eos") is True else ANSWER_TOKENS
+    each = min(max(limit or endless, _positive(body, "min_tokens")), most)
     samples = max(_positive(body, name) or 1 for name in _SAMPLES)
     # More samples than any engine runs at once are refused by it; they are no reason to overflow.
     answer = each * min(samples * prompts, most)

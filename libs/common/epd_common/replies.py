@@ -150,6 +150,11 @@ class Reply:
         """Take a frame from the bus; late, doubled and foreign ones are dropped."""
         if self.finished or self.given_up or frame.attempt < self._attempt:
             return
+        if self._progress is not None and frame.attempt == self._progress.attempt:
+            if frame.seq < self._progress.seq:
+                # It has begun anew, as it did not hear in time what is here: no part of that fits.
+                self._fail(_failure_of(frame) if isinstance(frame, ReplyError) else _worker_lost())
+                return
         if frame.attempt > self._attempt:
             if self._started:
                 self._fail(_worker_lost())
@@ -296,16 +301,20 @@ class Reply:
         if isinstance(frame, ReplyEnd | ReplyError):
             self.finished = True
         if isinstance(frame, ReplyError):
-            raise from_status(
-                frame.status,
-                frame.message,
-                code=frame.code or None,
-                stage=frame.stage or None,
-                key=frame.key or None,
-                param=frame.param or None,
-                retry_after_s=frame.retry_after_s or None,
-            )
+            raise _failure_of(frame)
         return frame
+
+
+def _failure_of(frame: ReplyError) -> EpdError:
+    return from_status(
+        frame.status,
+        frame.message,
+        code=frame.code or None,
+        stage=frame.stage or None,
+        key=frame.key or None,
+        param=frame.param or None,
+        retry_after_s=frame.retry_after_s or None,
+    )
 
 
 def _worker_lost() -> UpstreamError:

@@ -16,7 +16,7 @@ from nats.aio.subscription import Subscription
 from redis.asyncio import Redis
 
 from epd_common.bus import Bus
-from epd_common.errors import EpdError
+from epd_common.errors import EpdError, RequestCancelledError
 from epd_common.protocol import subjects
 from epd_common.replies import answer_cancel
 from epd_common.store.redis_client import redis_errors
@@ -40,7 +40,7 @@ class Watched:
     Attributes:
         requester: Key of its sender's record in the registry, if it has one.
         attempt: Number of this attempt at it.
-        cancelled: It is to end here, for this ``reason``.
+        cancelled: It is to end here, with this ``error``.
         taken_over: Since a later attempt has it.
     """
 
@@ -49,10 +49,10 @@ class Watched:
         self.attempt = attempt
         self.cancelled = asyncio.Event()
         self.taken_over = False
-        self.reason = "the request was cancelled"
+        self.error: EpdError = RequestCancelledError("the request was cancelled")
 
-    def cancel(self, reason: str = "") -> None:
-        self.reason = reason or self.reason
+    def cancel(self, error: EpdError | None = None) -> None:
+        self.error = error or self.error
         self.cancelled.set()
 
 

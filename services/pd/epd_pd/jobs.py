@@ -15,7 +15,6 @@ from epd_common.errors import (
     ConflictError,
     DeadlineError,
     EpdError,
-    RequestCancelledError,
     UnavailableError,
 )
 from epd_common.protocol import GenerateJob, ProtocolError, decode
@@ -137,7 +136,7 @@ class GenerateHandler:
             delivery.leave()
             return True
         self._count("cancelled", delivery)
-        await attempt.writer.error(RequestCancelledError(watched.reason))
+        await attempt.writer.error(watched.error)
         await delivery.ack()
         return False
 

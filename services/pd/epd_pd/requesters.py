@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from epd_common.bus import Registry
+from epd_common.errors import UnavailableError
 from epd_common.tasks import end
 from epd_pd.cancels import Cancels
 
@@ -98,7 +99,7 @@ async def ending_with_requesters(
             for name in dead:
                 theirs = [watched for watched in running if watched.requester == name]
                 for watched in theirs:
-                    watched.cancel(f"its requester {name} has died: no heartbeat")
+                    watched.cancel(_silent(name))
                 noted(len(theirs))
                 logger.warning("requester %s has died; %d requests of it end", name, len(theirs))
             await asyncio.sleep(LOOK_S)
@@ -108,3 +109,13 @@ async def ending_with_requesters(
         yield
     finally:
         await end(task)
+
+
+def _silent(name: str) -> UnavailableError:
+    """For a requester that only stood still, and reads this when it goes on."""
+    return UnavailableError(
+        f"{name}, which sent this request, gave no sign of life for too long; send the request again",
+        code="requester_silent",
+        stage="generate",
+        retry_after_s=1.0,
+    )

@@ -23,6 +23,9 @@ RESPONSES = "/v1/responses"
 
 _INTERNAL_FIELDS = ("ec_transfer_params", "kv_transfer_params", "vllm_xargs")
 MAX_PARTS = 4096
+MAX_PROMPTS = 128
+"""Of one completion; each is a request of its own to the engine, made at once in a worker's event loop."""
+
 """Messages and content parts of one request, together."""
 
 _MAX_DEPTH = 100
@@ -107,6 +110,10 @@ def extract(route: str, body: dict[str, Any], *, max_items: int) -> Extracted:
     elif route == COMPLETIONS:
         if not isinstance(body.get("prompt"), str | list):
             raise invalid("prompt", "prompt must be a string or a list")
+        prompts = body["prompt"]
+        several = isinstance(prompts, list) and any(isinstance(one, str | list) for one in prompts)
+        if several and len(prompts) > MAX_PROMPTS:
+            raise invalid("prompt", f"{len(prompts)} prompts; {MAX_PROMPTS} are taken at once")
     else:
         raise invalid("route", f"the route {route!r} is not one that carries requests to a model")
     if len(found.parts) > max_items:

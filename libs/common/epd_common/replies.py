@@ -8,12 +8,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
-import nats.errors
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from epd_common.bus.connection import Bus
 from epd_common.errors import (
@@ -150,11 +149,11 @@ class Reply:
         """Take a frame from the bus; late, doubled and foreign ones are dropped."""
         if self.finished or self.given_up or frame.attempt < self._attempt:
             return
-        if self._progress is not None and frame.attempt == self._progress.attempt:
-            if frame.seq < self._progress.seq:
-                # It has begun anew, as it did not hear in time what is here: no part of that fits.
-                self._fail(_failure_of(frame) if isinstance(frame, ReplyError) else _worker_lost())
-                return
+        resumed = self._progress
+        if resumed and frame.attempt == resumed.attempt and frame.seq < resumed.seq:
+            # It has begun anew, as it did not hear in time what is here: no part of that fits.
+            self._fail(_failure_of(frame) if isinstance(frame, ReplyError) else _worker_lost())
+            return
         if frame.attempt > self._attempt:
             if self._started:
                 self._fail(_worker_lost())
@@ -338,7 +337,7 @@ class ReplyHub:
         self._name = name
         self._prefix = bus.client.new_inbox()
         self._replies: dict[str, Reply] = {}
-        self._subscriptions: list[Subscription] = []
+        self._stack = AsyncExitStack()
         self._looking: asyncio.Task[None] | None = None
         self._closed: EpdError | None = None
 
@@ -347,7 +346,7 @@ class ReplyHub:
             (f"{self._prefix}.*", self._on_message),
             (subjects.cancel_subject("*"), self._on_cancel),
         ):
-            self._subscriptions.append(await self._bus.subscribe(subject, handler))
+            await self._stack.enter_async_context(self._bus.listening(subject, handler))
         await self._bus.flush()
         self._looking = asyncio.create_task(self._look(), name="look for lost frames")
         return self
@@ -360,9 +359,7 @@ class ReplyHub:
     ) -> None:
         if self._looking is not None:
             await end(self._looking)
-        for subscription in self._subscriptions:
-            with contextlib.suppress(nats.errors.Error):
-                await subscription.unsubscribe()
+        await self._stack.aclose()
 
     async def _look(self) -> None:
         """Ask for frames that are missing, and whether any are, after the broker was away."""

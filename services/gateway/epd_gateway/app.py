@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from redis.asyncio import Redis
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from epd_common.accounts import Account
 from epd_common.bus import Bus, Registry
@@ -42,7 +43,7 @@ from epd_gateway.draining import CloseWhileDraining
 from epd_gateway.files import add_file_routes
 from epd_gateway.metrics import GatewayMetrics
 from epd_gateway.openapi import openapi_document
-from epd_gateway.relay import CLIENT_GONE, Relay
+from epd_gateway.relay import CLIENT_GONE, Relay, outcome
 from epd_gateway.request_ids import NameRequests, request_id_of
 from epd_gateway.settings import GatewaySettings
 
@@ -178,8 +179,9 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
             body = await _body_within(request, edge.settings, timeout_s)
             priority = _priority(body, caller.most_urgent)
         except BaseException as error:
-            entry.end("refused")
-            edge.metrics.requests.labels(route, getattr(error, "status", CLIENT_GONE)).inc()
+            status = _status_of(error)
+            entry.end(outcome(status))
+            edge.metrics.requests.labels(route, status).inc()
             raise
         timeout_s -= time.monotonic() - started
         request_id = request_id_of(request)
@@ -204,6 +206,14 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
         )
 
     return handler
+
+
+def _status_of(error: BaseException) -> int:
+    """With which a request ends that never reached a relay."""
+    if isinstance(error, EpdError):
+        return error.status
+    gone = isinstance(error, asyncio.CancelledError | ClientDisconnect)
+    return CLIENT_GONE if gone else EpdError.status
 
 
 def _deadline(request: Request, default_s: float) -> float:

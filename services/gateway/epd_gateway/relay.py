@@ -80,7 +80,7 @@ class Relay(Response):
             try:
                 await end(relaying, watching)
             finally:  # also where this is cancelled a second time
-                self._entry.end(_outcome(self._status))
+                self._entry.end(outcome(self._status))
                 self._metrics.requests.labels(self._route, self._status).inc()
                 self._metrics.duration.labels(self._route).observe(time.monotonic() - self._started)
         if not relaying.cancelled():
@@ -141,7 +141,7 @@ class Relay(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _outcome(status: int) -> str:
+def outcome(status: int) -> str:
     """The end of a request in the accounts."""
     if status == CLIENT_GONE:
         return "cancelled"

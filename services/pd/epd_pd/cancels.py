@@ -7,12 +7,11 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
-import nats.errors
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from redis.asyncio import Redis
 
 from epd_common.bus import Bus
@@ -65,16 +64,15 @@ class Cancels:
         self._worker = worker
         self._running: dict[str, set[Watched]] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
-        self._subscriptions: list[Subscription] = []
+        self._stack = AsyncExitStack()
         self._connection = 0
         self._listening_since = 0.0
 
     async def __aenter__(self) -> Self:
         subject = subjects.cancel_subject("*")
-        self._subscriptions.append(await self._bus.subscribe(subject, self._on_cancel))
-        self._subscriptions.append(
-            await self._bus.subscribe(subject, self._write_down, queue=_WRITERS)
-        )
+        enter = self._stack.enter_async_context
+        await enter(self._bus.listening(subject, self._on_cancel))
+        await enter(self._bus.listening(subject, self._write_down, queue=_WRITERS))
         await self._bus.flush()  # what is cancelled from now on is heard
         self._connection = self._bus.reconnects
         self._listening_since = time.monotonic()
@@ -86,9 +84,7 @@ class Cancels:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for subscription in self._subscriptions:
-            with contextlib.suppress(nats.errors.Error):
-                await subscription.unsubscribe()
+        await self._stack.aclose()
 
     @property
     def running(self) -> list[Watched]:
@@ -128,6 +124,10 @@ class Cancels:
             running.discard(watched)
             if not running:
                 self._running.pop(request_id, None)
+
+    def runs(self, request_id: str) -> bool:
+        """Whether the request runs here."""
+        return request_id in self._running
 
     def taken_over(self, request_id: str, attempt: int) -> None:
         """Another worker has begun this attempt, as this one was silent for too long: older ones end here."""

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import msgspec
-import nats.errors
 from nats.aio.msg import Msg
 
 from epd_common.bus import Bus
@@ -322,13 +321,9 @@ class Readiness:
             if event.key == key and not events.full():
                 events.put_nowait(event)
 
-        subscription = await self._bus.subscribe(subjects.ready_subject(key), on_event)
-        try:
+        async with self._bus.listening(subjects.ready_subject(key), on_event):
             await self._bus.flush()  # the server knows of it before the check
             yield events
-        finally:
-            with contextlib.suppress(nats.errors.Error):
-                await subscription.unsubscribe()
 
 
 async def _within(seconds: float, events: asyncio.Queue[EmbeddingEvent]) -> EmbeddingEvent | None:

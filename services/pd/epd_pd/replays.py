@@ -9,12 +9,11 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
-import nats.errors
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from epd_common.bus import Bus
 from epd_common.errors import EpdError
@@ -67,12 +66,12 @@ class Replays:
         self._bus = bus
         self._sent: OrderedDict[str, SentFrames] = OrderedDict()
         self._bytes = 0
-        self._subscription: Subscription | None = None
+        self._stack = AsyncExitStack()
         self.asked = 0
 
     async def __aenter__(self) -> Self:
         subject = subjects.replay_subject("*")
-        self._subscription = await self._bus.subscribe(subject, self._on_request)
+        await self._stack.enter_async_context(self._bus.listening(subject, self._on_request))
         return self
 
     async def __aexit__(
@@ -81,9 +80,7 @@ class Replays:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._subscription is not None:
-            with contextlib.suppress(nats.errors.Error):
-                await self._subscription.unsubscribe()
+        await self._stack.aclose()
 
     def report(self) -> dict[str, int]:
         """Answers of which frames are kept, their bytes, and those bytes as counted one by one."""

@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
 
-import nats.errors
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from epd_common.bus import Bus
 from epd_common.engines import Told
@@ -29,6 +27,7 @@ from epd_common.protocol import (
     decode,
     subjects,
 )
+from epd_pd.cancels import Cancels
 
 logger = logging.getLogger(__name__)
 
@@ -124,18 +123,18 @@ class Resuming:
     """Asks requesters what they have. Use as an async context manager.
 
     Args:
-        taken_over: Is told of each answer, whoever asked: the request is that attempt's from then on.
+        cancels: Ends older attempts here at a request that another worker has asked for.
     """
 
-    def __init__(self, bus: Bus, taken_over: Callable[[str, int], None]) -> None:
+    def __init__(self, bus: Bus, cancels: Cancels) -> None:
         self._bus = bus
-        self._taken_over = taken_over
+        self._cancels = cancels
         self._asked: dict[str, tuple[int, asyncio.Future[Progress]]] = {}
-        self._subscription: Subscription | None = None
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         subject = subjects.progress_subject("*")
-        self._subscription = await self._bus.subscribe(subject, self._on_progress)
+        await self._stack.enter_async_context(self._bus.listening(subject, self._on_progress))
         return self
 
     async def __aexit__(
@@ -144,9 +143,7 @@ class Resuming:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._subscription is not None:
-            with contextlib.suppress(nats.errors.Error):
-                await self._subscription.unsubscribe()
+        await self._stack.aclose()
 
     async def ask(self, job: GenerateJob, attempt: int) -> Progress | None:
         """What the requester has; None if it does not say."""
@@ -168,12 +165,14 @@ class Resuming:
 
     async def _on_progress(self, message: Msg) -> None:
         request_id = message.subject.rpartition(".")[2]
+        if not self._cancels.runs(request_id):
+            return  # most are another worker's, and may be long
         try:
             progress = decode(message.data, Progress)
         except ProtocolError as error:
             logger.warning("dropping a progress message: %s", error)
             return
-        self._taken_over(request_id, progress.attempt)
+        self._cancels.taken_over(request_id, progress.attempt)
         if request_id not in self._asked:
             return
         attempt, answer = self._asked[request_id]

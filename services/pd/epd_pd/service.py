@@ -47,7 +47,7 @@ class PdService:
                 Cancels(parts.bus, parts.redis, worker=settings.worker_id)
             )
             replays = await stack.enter_async_context(Replays(parts.bus))
-            resuming = await stack.enter_async_context(Resuming(parts.bus, cancels.taken_over))
+            resuming = await stack.enter_async_context(Resuming(parts.bus, cancels))
             engine = self._make_engine(parts.arena)
             stack.push_async_callback(parts.worker.stop_engine)
             takes_encodes = settings.ec_role == "ec_both"

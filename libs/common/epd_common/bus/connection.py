@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -252,6 +253,18 @@ class Bus:
             queue: Of all who subscribe with this name one gets each message.
         """
         return await self._client.subscribe(subject, queue=queue, cb=handler, **limits)
+
+    @contextlib.asynccontextmanager
+    async def listening(
+        self, subject: str, handler: Callable[[Msg], Awaitable[None]], *, queue: str = ""
+    ) -> AsyncIterator[None]:
+        """As :meth:`subscribe`, for as long as the context is open."""
+        subscription = await self.subscribe(subject, handler, queue=queue)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(nats.errors.Error):
+                await subscription.unsubscribe()
 
     async def flush(self) -> None:
         """Return when the server has seen all that was sent, subscriptions included.

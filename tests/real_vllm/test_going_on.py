@@ -18,7 +18,7 @@ import pytest
 from cases import picture, text, user
 from deployment import Deployment, Deployments
 from nats.aio.msg import Msg
-from services import counters
+from services import counters, health
 
 from epd_cli.processes import ServiceProcess
 from epd_common.bus import Bus
@@ -106,19 +106,19 @@ def freeze(pd: ServiceProcess) -> None:
 
 
 async def back(deployment: Deployment, worker: str, how: Lose) -> None:
-    """Have a worker again that was lost."""
+    """Have a worker again that was lost, and that takes work."""
     pd = service(deployment, worker)
     if how is freeze:
         pd.signal(signal.SIGCONT)
         return
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(pd.wait(), 20)
+    await asyncio.wait_for(pd.wait(), 60)
     await pd.start()
     async with asyncio.timeout(120):
         while True:
-            with contextlib.suppress(Exception):
-                await counters(deployment, worker)
-                return
+            with contextlib.suppress(TimeoutError):
+                # It answers long before its engine is loaded.
+                if (await health(deployment, worker))["ok"]:
+                    return
             await asyncio.sleep(0.2)
 
 
@@ -138,7 +138,7 @@ def long_question(seed: int, **options: Any) -> dict[str, Any]:
 
 CASES: dict[str, tuple[Lose, dict[str, Any]]] = {
     "plain": (kill, {}),
-    "cut off by its length": (kill_engine, {"max_tokens": 24}),
+    "cut off by its length": (kill_engine, {"max_tokens": 60}),
     "beyond its end": (freeze, {"ignore_eos": True, "max_tokens": 60}),
     "stop string": (freeze, {"ignore_eos": True, "max_tokens": 200, "stop": ["image #5"]}),
     "penalty, least tokens": (

@@ -181,11 +181,11 @@ async def ended_with_its_requester(
     await nothing_left(stack, [data], BOUND_S)
 
 
-async def test_a_killed_gateways_requests_end(
+@contextlib.asynccontextmanager
+async def gateway_apart(
     stack: SimStack, nats_url: str, redis_url: str
-) -> None:
-    stack.pd_time = Unhurried()
-    await stack.start()
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
+    """A gateway in a process of its own, that sees the workers."""
     settings = {
         "EPD_NATS_URL": nats_url,
         "EPD_REDIS_URL": redis_url,
@@ -193,8 +193,6 @@ async def test_a_killed_gateways_requests_end(
         "EPD_HEARTBEAT_S": "0.5",
         "EPD_WORKER_ID": f"doomed-{stack.gateway_id}",
     }
-    data = picture()
-    body = stack.body("never ends", data, stream=True, max_tokens=30_000, ignore_eos=True)
 
     def url() -> str:
         view = stack.registry.view(f"gateway.doomed-{stack.gateway_id}")
@@ -211,6 +209,19 @@ async def test_a_killed_gateways_requests_end(
             return (await http.get(f"/v1/models/{stack.model}")).status_code == 200
 
         await eventually(served, "it sees the workers")
+        yield gateway, http
+
+
+async def test_a_killed_gateways_requests_end(
+    stack: SimStack, nats_url: str, redis_url: str
+) -> None:
+    stack.pd_time = Unhurried()
+    await stack.start()
+    body = stack.body("never ends", picture(), stream=True, max_tokens=30_000, ignore_eos=True)
+    async with (
+        gateway_apart(stack, nats_url, redis_url) as (gateway, http),
+        contextlib.AsyncExitStack() as on,
+    ):
         streams = []
         for _ in range(5):
             response = await on.enter_async_context(http.stream("POST", CHAT, json=body))
@@ -218,6 +229,30 @@ async def test_a_killed_gateways_requests_end(
             assert await anext(streams[-1])
         stack.pd_time.passing.clear()
         await ended_with_its_requester(stack, gateway, 5, TTL_S)
+
+
+async def test_a_gateway_that_stood_still_says_that_its_requests_were_given_up(
+    stack: SimStack, nats_url: str, redis_url: str
+) -> None:
+    stack.pd_time = Unhurried()
+    await stack.start()
+    body = stack.body("never ends", picture(), max_tokens=30_000, ignore_eos=True)
+    async with gateway_apart(stack, nats_url, redis_url) as (gateway, http):
+        asked = asyncio.create_task(http.post(CHAT, json=body))
+        (pd,) = stack.pds
+        await eventually(lambda: len(pd.engine._inside) == 1, "the engine has it")
+        gateway.send_signal(signal.SIGSTOP)
+        try:
+            within_s = LOADED * (TTL_S + 1)
+            await eventually(lambda: not pd.engine._inside, "it is given up", within_s)
+        finally:
+            gateway.send_signal(signal.SIGCONT)
+        answer = await asked
+        assert answer.status_code == 503, answer.text
+        assert answer.json()["error"]["code"] == "requester_silent"
+        assert answer.headers["retry-after"] == "1"
+        body |= {"max_tokens": 8, "ignore_eos": False}
+        assert (await http.post(CHAT, json=body)).status_code == 200, "it serves on"
 
 
 CLIENT = """

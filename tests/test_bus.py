@@ -107,9 +107,18 @@ async def delivered(bus: Bus, model: str) -> int:
 
 
 @contextlib.asynccontextmanager
-async def pulling(bus: Bus, model: str, slots: int) -> AsyncIterator[JobPuller]:
+async def pulling(
+    bus: Bus, model: str, slots: int, last_lane_slots: int = 0
+) -> AsyncIterator[JobPuller]:
     consumers = await declare_consumers(bus, "encode", model)
-    async with JobPuller(bus, "encode", consumers=consumers, slots=slots, worker="w") as puller:
+    async with JobPuller(
+        bus,
+        "encode",
+        consumers=consumers,
+        slots=slots,
+        last_lane_slots=last_lane_slots or slots,
+        worker="w",
+    ) as puller:
         yield puller
 
 
@@ -435,6 +444,27 @@ async def test_an_idle_worker_sees_every_lane(bus: Bus, model: str, slots: int) 
                 assert name_of(found[-1]) == name
                 await found[-1].ack()
                 puller.release()
+
+
+async def test_the_last_lane_never_gets_all_slots(bus: Bus, model: str) -> None:
+    """However many of its jobs wait, and however long those take that run."""
+    async with pulling(bus, model, 8, last_lane_slots=5) as puller:
+        async with collecting(puller) as found:
+            for number in range(9):
+                await put(bus, model, "l3", f"{number}")
+            await eventually(lambda: len(found) >= 5, "its slots are taken")
+            await asyncio.sleep(1.5)  # longer than any wait of the puller
+            assert len(found) == 5
+            for taken, lane in enumerate(("l0", "l2", "l1"), 6):
+                await put(bus, model, lane, f"{lane}")
+                waited_s = await eventually(lambda n=taken: len(found) == n, f"{lane} is seen")
+                assert waited_s < 1.0
+            for delivery in found[:4]:
+                await delivery.ack()
+                puller.release()
+            await eventually(lambda: len(found) == 9, "four of eight are free: one more")
+            await asyncio.sleep(1.5)
+            assert len(found) == 9
 
 
 async def test_a_heartbeat_keeps_a_job(

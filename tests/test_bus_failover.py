@@ -128,7 +128,9 @@ async def test_a_lane_without_a_leader_holds_up_no_other(
             )
             subject = subjects.encode_subject(model, "l3")
             await bus.store(subject, job, message_id=f"{model}-{number}")
-        async with JobPuller(bus, "encode", consumers=consumers, slots=8, worker="w") as puller:
+        async with JobPuller(
+            bus, "encode", consumers=consumers, slots=8, last_lane_slots=8, worker="w"
+        ) as puller:
             taken = 0
             async with asyncio.timeout(BOUND_S):
                 async for delivery in puller.deliveries():

@@ -281,6 +281,59 @@ async def test_who_asks_now_and_then_is_not_starved_by_a_flood(
         assert crowd.refused["a"] == 0, "it holds less than its share"
 
 
+LONG = 20_000
+"""Tokens of an answer that takes longer than any of these tests."""
+
+
+@contextlib.asynccontextmanager
+async def streams(stack: ServiceStack, tenant: str, count: int) -> AsyncIterator[None]:
+    """Long answers of a tenant, all open at once; some run, and the others wait."""
+    body = stack.body("x", max_tokens=LONG, ignore_eos=True, stream=True)
+    headers = {"authorization": f"Bearer {tenant}"}
+
+    async def hold() -> None:
+        async with stack.http.stream("POST", CHAT, json=body, headers=headers) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for _ in answer.aiter_lines():
+                pass
+
+    tasks = [asyncio.create_task(hold()) for _ in range(count)]
+    try:
+        yield
+        failed = [task for task in tasks if task.done() and task.exception()]
+        assert not failed, failed[0].exception()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_long_answers_of_one_tenant_leave_slots_to_others(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    """By tokens they are below the line, and so many that each slot could have two of them."""
+    async with sim_stack(nats_url, redis_url, tmp_path) as stack:
+        await stack.add_encoder()
+        pd = await stack.add_pd(pd_slots=8, max_num_seqs=8, max_incomplete=2)
+        stack.pd_time.real_s = 0.002
+        await stack.add_gateway(api_keys=KEYS)
+        stack.http.headers["authorization"] = "Bearer a"
+        await stack.ready()
+        async with streams(stack, "a", 16):
+
+            async def they_run() -> bool:
+                return await stack.busy(pd) >= 6
+
+            await eventually(they_run, "they have their share")
+            await asyncio.sleep(1.5)
+            # Three quarters; one of those behind may have come in before the last of those in front.
+            assert await stack.busy(pd) <= 7
+            for _ in range(3):
+                async with asyncio.timeout(5.0):
+                    answer = await ask_as(stack, "b", picture(), max_tokens=8)
+                assert answer.status_code == 200, answer.text
+
+
 # -- priorities -------------------------------------------------------------------------------------
 
 

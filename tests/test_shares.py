@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import secrets
 import time
@@ -25,12 +26,12 @@ from epd_common.errors import (
 from epd_common.ingest.fitting import check_fits
 from epd_common.protocol import Item, Media
 from epd_common.protocol.lanes import encode_lane, generate_lane
-from epd_common.shares import Limits, Sums, Verdict, judge, retry_after_s
+from epd_common.shares import Limits, Sums, Verdict, judge, retry_after_s, yields
 from epd_common.store import Ledger, SizeTable, open_redis
 from epd_common.store.ledger import LEASE_S, Holding
 from service_stack import eventually
 
-LIMITS = Limits(capacity=1000, line=750, least=50, fair=True)
+LIMITS = Limits(capacity=1000, line=750, least=50, fair=True, slots=8)
 IN, OVER, FULL = Verdict.IN, Verdict.OVER_SHARE, Verdict.FULL
 
 
@@ -60,9 +61,31 @@ def test_who_is_let_in(sums: Sums, weight: float, cost: int, verdict: Verdict) -
 
 
 def test_without_tenants_the_capacity_alone_counts() -> None:
-    limits = Limits(capacity=1000, line=750, least=0, fair=False)
+    limits = Limits(capacity=1000, line=750, least=0, fair=False, slots=8)
     assert judge(limits, Sums(900, 900, 0.0), 1.0, 100) is IN
     assert judge(limits, Sums(900, 900, 0.0), 1.0, 101) is FULL
+
+
+@pytest.mark.parametrize(
+    ("sums", "weight", "behind"),
+    [  # of 8 slots 6 are for whoever comes
+        (Sums(1, 1, 0.0, 5, 5), 1.0, False),
+        (Sums(1, 1, 0.0, 6, 6), 1.0, True),
+        (Sums(1, 0, 1.0, 60, 0), 1.0, False),  # a newcomer
+        (Sums(1, 1, 1.0, 6, 2), 1.0, False),  # half of them
+        (Sums(1, 1, 1.0, 6, 3), 1.0, True),
+        (Sums(1, 1, 1.0, 8, 5), 5.0, True),  # five of six
+        (Sums(1, 1, 1.0, 8, 4), 5.0, False),
+        (Sums(1, 0, 99.0, 99, 0), 1.0, False),  # one in any case
+        (Sums(1, 1, 99.0, 99, 1), 1.0, True),
+    ],
+)
+def test_who_has_more_than_its_share_of_the_slots_goes_behind_others(
+    sums: Sums, weight: float, behind: bool
+) -> None:
+    assert yields(LIMITS, sums, weight) is behind
+    alone = dataclasses.replace(LIMITS, fair=False)
+    assert not yields(alone, sums, weight)
 
 
 def test_who_is_refused_may_come_again_when_enough_has_ended() -> None:
@@ -107,6 +130,12 @@ URL = {"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}
         # Nobody has checked these yet.
         ({"messages": 3, "max_tokens": "x", "n": None}, Work(0, 0, None, 512)),
         ({"messages": ["x", {"content": 7}, {}], "prompt": []}, Work(0, 0, None, 512)),
+        # Text is text wherever it stands.
+        (chat("x", tools=[{"description": "x" * 380}]), Work(100, 0, None, 512)),
+        (chat("x", chat_template_kwargs={"x" * 34: [1]}), Work(10, 0, None, 512)),
+        ({"messages": [{"role": "tool", "name": "x" * 38}], "n": 1}, Work(10, 0, None, 512)),
+        ({"messages": [{"role": "user", "tool_calls": ["x" * 36]}]}, Work(10, 0, None, 512)),
+        (chat({**URL, "image_url": {"url": "x" * 400}}), Work(0, 1, None, 512)),
     ],
 )
 def test_the_work_of_a_body(body: dict[str, Any], work: Work) -> None:
@@ -235,14 +264,14 @@ def desk(ledger: Ledger, model: str) -> Desk:
 
 async def test_what_is_let_in_is_open_until_it_ends(desk: Desk) -> None:
     assert await desk.ask("1", 700) == (IN, Sums(0, 0, 0.0))
-    assert await desk.ask("2", 200) == (OVER, Sums(700, 700, 0.0))
-    assert await desk.ask("2", 200, tenant="b") == (IN, Sums(700, 0, 1.0))
-    assert await desk.ask("3", 200, tenant="c", weight=2.5) == (FULL, Sums(900, 0, 2.0))
+    assert await desk.ask("2", 200) == (OVER, Sums(700, 700, 0.0, 1, 1))
+    assert await desk.ask("2", 200, tenant="b") == (IN, Sums(700, 0, 1.0, 1, 0))
+    assert await desk.ask("3", 200, tenant="c", weight=2.5) == (FULL, Sums(900, 0, 2.0, 2, 0))
     desk.ledger.close("1")
     await desk.until_total(200)
     desk.ledger.close("1")  # twice is once
     desk.ledger.close("3")  # it was never let in
-    assert await desk.ask("3", 200, tenant="c", weight=2.5) == (IN, Sums(200, 0, 1.0))
+    assert await desk.ask("3", 200, tenant="c", weight=2.5) == (IN, Sums(200, 0, 1.0, 1, 0))
     assert desk.ledger.requests == 2
     for request in ("2", "3"):
         desk.ledger.close(request)
@@ -296,7 +325,7 @@ async def test_a_lease_ends_with_the_deadline(desk: Desk, monkeypatch: pytest.Mo
 async def test_the_ledger_of_nobody_goes(desk: Desk, redis: Redis, model: str) -> None:
     await desk.ask("1", 400)
     names = [name async for name in redis.scan_iter(f"epd:v1:open:{model.replace('/', '=2F')}:*")]
-    assert len(names) == 5
+    assert len(names) == 6
     assert all([await redis.ttl(name) > 0 for name in names])
 
 
@@ -309,18 +338,18 @@ async def test_without_valkey_a_gateway_judges_by_its_own(
         raise ConnectionError("no route to it")
 
     monkeypatch.setattr(desk.ledger, "_ask", away)
-    assert (await desk.ask("2", 51)) == (OVER, Sums(700, 700, 0.0))
-    assert (await desk.ask("3", 200, tenant="b")) == (IN, Sums(700, 0, 1.0))
-    assert (await desk.ask("4", 101, tenant="c")) == (FULL, Sums(900, 0, 2.0))
+    assert (await desk.ask("2", 51)) == (OVER, Sums(700, 700, 0.0, 1, 1))
+    assert (await desk.ask("3", 200, tenant="b")) == (IN, Sums(700, 0, 1.0, 1, 0))
+    assert (await desk.ask("4", 101, tenant="c")) == (FULL, Sums(900, 0, 2.0, 2, 0))
     assert not desk.ledger.answers
     desk.ledger.close("1")
-    assert (await desk.ask("4", 101, tenant="c")) == (IN, Sums(200, 0, 1.0))
+    assert (await desk.ask("4", 101, tenant="c")) == (IN, Sums(200, 0, 1.0, 1, 0))
 
 
 @pytest.mark.parametrize("fair", [True, False])
 async def test_script_and_policy_agree(ledger: Ledger, model: str, fair: bool) -> None:
     rng = random.Random(4)
-    desk = Desk(ledger, model, Limits(capacity=1000, line=950, least=60, fair=fair))
+    desk = Desk(ledger, model, Limits(capacity=1000, line=950, least=60, fair=fair, slots=8))
     weights = {"a": 1.0, "b": 3.0, "c": 0.25, "d": 10.0}
     held: dict[str, tuple[str, int]] = {}
     seen: Counter[Verdict] = Counter()
@@ -330,10 +359,10 @@ async def test_script_and_policy_agree(ledger: Ledger, model: str, fair: bool) -
         for owner, taken in held.values():
             totals[owner] += taken
         others = sum(weights[name] for name in totals if name != tenant)
-        sums = Sums(totals.total(), totals[tenant], others)
+        own = [owner for owner, _ in held.values()].count(tenant)
+        sums = Sums(totals.total(), totals[tenant], others, len(held), own)
         verdict, found = await desk.ask(str(number), cost, tenant=tenant, weight=weights[tenant])
-        assert (found.total, found.own) == (sums.total, sums.own)
-        assert found.others_weight == pytest.approx(others)
+        assert found == dataclasses.replace(sums, others_weight=pytest.approx(others))
         assert verdict is judge(desk.limits, sums, weights[tenant], cost), (sums, tenant, cost)
         seen[verdict] += 1
         if verdict is IN:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from epd_common.ingest.parts import text_of
 from epd_common.protocol import Item
 
@@ -108,7 +110,7 @@ def references(body: dict[str, Any]) -> list[int]:
 
 def _work(body: dict[str, Any], media: int, visual: int | None, max_model_len: int) -> Work:
     most = max_model_len or (1 << 20)
-    characters = sum(len(text_of(part)) for part in _parts(body))
+    characters = sum(len(text_of(part)) for part in _parts(body)) + _characters_besides(body)
     text = characters // CHARACTERS_PER_TOKEN
     ids, prompts = _prompt(body.get("prompt"))
     limit = _positive(body, "max_tokens")
@@ -120,6 +122,20 @@ def _work(body: dict[str, Any], media: int, visual: int | None, max_model_len: i
     # More samples than any engine runs at once are refused by it; they are no reason to overflow.
     answer = each * min(samples * prompts, most)
     return Work(text + ids, media, visual, answer)
+
+
+def _characters_besides(body: dict[str, Any]) -> int:
+    """What templates may render besides contents: tools, calls of them, a schema, arguments of one's own."""
+    fields = [value for name, value in body.items() if name not in _NOT_BESIDES]
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            fields += [value for name, value in message.items() if name not in ("role", "content")]
+    # Not walked, as a hostile one has millions of values.
+    return sum(len(msgspec.json.encode(v)) for v in fields if isinstance(v, str | list | dict))
+
+
+_NOT_BESIDES = ("model", "messages", "prompt", "stream_options")
 
 
 def _prompt(prompt: object) -> tuple[int, int]:

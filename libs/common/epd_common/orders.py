@@ -34,7 +34,11 @@ TAKE_OFF_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class OrderContext:
-    """What all encode jobs of one request have in common."""
+    """What all jobs of one request have in common.
+
+    Attributes:
+        background: They go behind those of others.
+    """
 
     model: str
     fingerprint: str
@@ -171,14 +175,15 @@ class Orders:
             if not await self._states.published(item.key, claim.epoch, sequence):
                 await self._take_off(subjects.ENCODE_STREAM, sequence, context.request_id)
 
-    async def publish_generate(self, job: GenerateJob) -> int:
+    async def publish_generate(self, job: GenerateJob, *, background: bool = False) -> int:
         """Publish a generate job; its number in the queue. A body too large for a message goes to the media
         store."""
+        lane = BACKGROUND_LANE if background else generate_lane(len(job.items), job.priority)
         if len(encode(job)) > self._bus.max_payload_bytes:
             ref = await self._media.put_body(job.body)
             job = msgspec.structs.replace(job, body=b"", body_ref=ref)
         return await self._bus.store(
-            subjects.generate_subject(job.model, generate_lane(len(job.items), job.priority)),
+            subjects.generate_subject(job.model, lane),
             job,
             message_id=f"generate-{job.request_id}",
         )
@@ -191,7 +196,7 @@ class Orders:
         """
         claims = await self.claim(job.items, context)
         encodes = self.publish_encodes(job.items, claims, context)
-        generate = self.publish_generate(job)
+        generate = self.publish_generate(job, background=context.background)
         _, sequence = results = await asyncio.gather(encodes, generate, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:

@@ -51,7 +51,13 @@ class SentRequest:
 
 
 class Entry(Protocol):
-    """Lets one request in, where there is a bound on what may be under way."""
+    """Lets one request in, where there is a bound on what may be under way.
+
+    Attributes:
+        yields: Its jobs go behind those of others.
+    """
+
+    yields: bool
 
     async def ask(self, worker: WorkerRecord, work: Work) -> None:
         """Ask for this work; again, where it turns out to be other than was thought.
@@ -158,6 +164,7 @@ class Requester:
                     priority=priority,
                     deadline=stage_deadline,
                     traceparent=traceparent,
+                    background=entry is not None and entry.yields,
                 )
                 async with self._submitted(job, context, reply) as claims:
                     yield SentRequest(reply, prepared.items, [_origin(claim) for claim in claims])

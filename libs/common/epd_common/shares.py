@@ -10,6 +10,10 @@ end.
   lies between line and capacity is there for that.
 * Without ``fair`` there are no tenants to protect from each other: the capacity alone counts.
 
+Tokens do not tell how many workers' slots a tenant has, and who waits for a slot waits behind all who came
+before. So a request of a tenant that has more than its share of the *slots* is let in but :func:`yields`: its
+jobs wait where others go before them, in a lane that never gets all slots (``protocol/lanes.py``).
+
 The sums that :func:`judge` is given must be of one moment, and those of several gateways are in Valkey: so
 the ledger has the same rule in its script (``store/ledger.py``), and a test compares both. :func:`judge`
 itself is for a gateway that cannot reach the ledger.
@@ -19,6 +23,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+
+from epd_common.protocol.lanes import background_slots
 
 RETRY_BOUNDS_S = (1.0, 30.0)
 
@@ -39,27 +45,33 @@ class Limits:
         capacity: Of all requests together.
         line: Above this the system is contended; not above the capacity.
         least: What a tenant may hold in any case while there is room.
+        slots: Requests that run at once, of all that are open.
     """
 
     capacity: int
     line: int
     least: int
     fair: bool
+    slots: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Open cost at one moment, without the request that is judged.
+    """What is open at one moment, without the request that is judged.
 
     Attributes:
-        total: Of all tenants.
-        own: Of the request's tenant.
+        total: Cost of all tenants' requests.
+        own: Cost of those of the request's tenant.
         others_weight: Sum of the weights of all other tenants that hold something.
+        requests: How many requests of all tenants are open.
+        own_requests: How many of the request's tenant.
     """
 
     total: int
     own: int
     others_weight: float
+    requests: int = 0
+    own_requests: int = 0
 
 
 def judge(limits: Limits, sums: Sums, weight: float, cost: int) -> Verdict:
@@ -69,6 +81,15 @@ def judge(limits: Limits, sums: Sums, weight: float, cost: int) -> Verdict:
         if sums.own + cost > max(share, limits.least):
             return Verdict.OVER_SHARE
     return Verdict.FULL if sums.total + cost > limits.capacity else Verdict.IN
+
+
+def yields(limits: Limits, sums: Sums, weight: float) -> bool:
+    """Whether a request that is let in goes behind those of others."""
+    line = background_slots(limits.slots)
+    if not limits.fair or sums.requests < line:
+        return False
+    share = line * weight / (weight + sums.others_weight)
+    return sums.own_requests + 1 > max(1.0, share)
 
 
 def retry_after_s(limits: Limits, sums: Sums, verdict: Verdict, cost: int, mean_s: float) -> float:

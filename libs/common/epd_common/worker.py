@@ -24,6 +24,7 @@ from epd_common.engines import EncoderEngine, EngineInfo, Progress
 from epd_common.errors import EpdError, UnavailableError, UpstreamError
 from epd_common.lifecycle import wait_any
 from epd_common.protocol import Locator, WorkerRecord, WorkerState, subjects
+from epd_common.protocol.lanes import background_slots
 from epd_common.protocol.subjects import Stage
 from epd_common.protocol.workers import Encodes
 from epd_common.settings import WorkerSettings
@@ -392,13 +393,17 @@ class Connections:
         )
 
     async def pull(self, stack: AsyncExitStack, stage: Stage, *, slots: int) -> JobPuller:
-        """A puller of the model's queue, open as long as the stack is."""
+        """A puller of the model's queue, open as long as the stack is.
+
+        Generate jobs of the background lane may take long; encodes do not, and get all slots.
+        """
         return await stack.enter_async_context(
             JobPuller(
                 self.bus,
                 stage,
                 consumers=await declare_consumers(self.bus, stage, self.settings.model_name),
                 slots=slots,
+                last_lane_slots=background_slots(slots) if stage == "generate" else slots,
                 worker=self.settings.worker_id,
             )
         )

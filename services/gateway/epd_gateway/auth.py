@@ -72,6 +72,11 @@ class KeyRing:
         """Whether requests need a key at all."""
         return bool(self._fixed) or self._path is not None
 
+    @property
+    def several(self) -> bool:
+        """Whether there are tenants to protect from each other."""
+        return len(self._weights) > 1
+
     def find(self, key: bytes) -> ApiKey | None:
         """The entry of a key.
 

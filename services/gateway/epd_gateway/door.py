@@ -10,7 +10,7 @@ from epd_common.bus import Registry
 from epd_common.costs import ROWS_UNSEEN, Prices, Work
 from epd_common.errors import BusyError
 from epd_common.protocol import WorkerRecord
-from epd_common.shares import Limits, Sums, Verdict, retry_after_s
+from epd_common.shares import Limits, Sums, Verdict, retry_after_s, yields
 from epd_common.store import Ledger
 from epd_common.store.ledger import Holding
 from epd_gateway.auth import Caller
@@ -87,6 +87,7 @@ class Door:
             again_s = retry_after_s(limits, sums, verdict, cost, self._mean_s)
             raise _refusal(caller.tenant, limits, sums, verdict, cost, again_s)
         entry.cost = cost
+        entry.yields = yields(limits, sums, caller.weight)
 
     def _rows_unseen(self, work: Work) -> float:
         """Rows to expect of a part that nobody has looked at; learned from those that somebody has."""
@@ -104,15 +105,15 @@ class Door:
             self._mean_s += _SMOOTHING * (took_s - self._mean_s)
 
     def _limits(self, worker: WorkerRecord) -> Limits:
-        capacity = self._settings.admission_capacity
-        if not capacity:
-            records = self._registry.ready("pd", worker.model) or [worker]
-            capacity = max(1, sum(record.slots for record in records)) * SLOT_TOKENS
+        records = self._registry.ready("pd", worker.model) or [worker]
+        slots = max(1, sum(record.slots for record in records))
+        capacity = self._settings.admission_capacity or slots * SLOT_TOKENS
         return Limits(
             capacity=capacity,
             line=int(capacity * self._settings.admission_line),
             least=self._settings.admission_least,
             fair=self._fair(),
+            slots=slots,
         )
 
 
@@ -127,6 +128,8 @@ class Entry:
         self.until = until
         self.cost = 0
         """What it holds."""
+        self.yields = False
+        """See ``epd_common.requester.Entry``."""
 
     async def ask(self, worker: WorkerRecord, work: Work) -> None:
         """See ``epd_common.requester.Entry``."""

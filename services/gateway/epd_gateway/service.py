@@ -161,7 +161,7 @@ async def _edge(
         ledger=await stack.enter_async_context(Ledger(redis)),
         registry=registry,
         metrics=metrics,
-        fair=lambda: keys.required,
+        fair=lambda: keys.several,
     )
     return Edge(
         settings=settings,

@@ -59,15 +59,24 @@ class JobPuller:
     Args:
         consumers: Durable consumers, the most urgent lane first.
         slots: How many jobs may be in work here at once.
+        last_lane_slots: Jobs of the last lane are fetched while fewer than so many are in work.
     """
 
     def __init__(
-        self, bus: Bus, stage: Stage, *, consumers: Sequence[str], slots: int, worker: str
+        self,
+        bus: Bus,
+        stage: Stage,
+        *,
+        consumers: Sequence[str],
+        slots: int,
+        last_lane_slots: int,
+        worker: str,
     ) -> None:
         self._bus = bus
         self.stage: Stage = stage
         self._worker = worker
         self.slots = slots
+        self._last_lane_slots = last_lane_slots
         self.busy = 0
         self._lanes = [_Lane(name, bus.client.new_inbox()) for name in consumers]
         self._arrived: asyncio.Queue[tuple[_Lane, Msg]] = asyncio.Queue()
@@ -159,25 +168,37 @@ class JobPuller:
     def _may_open(self, lane: _Lane) -> bool:
         if self._stopping or self._is_open(lane) or time.monotonic() < lane.rests_until:
             return False
-        return sum(self._is_open(other) for other in self._lanes) < self._free
+        opened = sum(self._is_open(other) for other in self._lanes)
+        return opened < self._free and self._has_room(lane)
 
     def _is_open(self, lane: _Lane) -> bool:
         """Whether the server may still answer the lane's pull. It forgets pulls of a lost connection."""
         return time.monotonic() < lane.open_until and lane.connection == self._bus.reconnects
 
     async def _withdraw(self) -> None:
-        """Take long pulls back where they hold every free slot while another lane has none.
+        """Take pulls back that should not be answered any more.
 
-        They were opened when slots abounded; the lanes they wait on may stay empty for long.
+        Long ones, where they hold every free slot while another lane has none: they were opened when slots
+        abounded, and the lanes they wait on may stay empty for long. That of the last lane, once it has all
+        it may have.
         """
         opened = [lane for lane in self._lanes if self._is_open(lane)]
-        if not self._free <= len(opened) < len(self._lanes):
-            return
         soon = time.monotonic() + SHORT_WAIT_S + ANSWER_S
-        long = [lane for lane in opened if lane.open_until > soon]
-        await self._close_pulls(long)
-        for lane in long:
+        hoarded = self._free <= len(opened) < len(self._lanes)
+        withdrawn = [
+            lane
+            for lane in opened
+            if (hoarded and lane.open_until > soon) or not self._has_room(lane)
+        ]
+        if not withdrawn:
+            return
+        await self._close_pulls(withdrawn)
+        for lane in withdrawn:
             await self._subscribe(lane)
+
+    def _has_room(self, lane: _Lane) -> bool:
+        """Whether there is a slot for the lane's jobs, as far as those in work go."""
+        return self.busy < (self._last_lane_slots if lane is self._lanes[-1] else self.slots)
 
     async def _close_pulls(self, lanes: Sequence[_Lane]) -> None:
         """A pull ends with its inbox. What was sent there before still arrives."""

@@ -10,10 +10,19 @@ _BOUNDS = (2, 6, 14)
 """Positions below these go to lanes 0, 1 and 2; the rest to lane 3."""
 
 BACKGROUND_LANE = "l3"
-"""For work that nobody waits for yet, such as the encode of an upload."""
+"""For what others go before: low priority, a tenant beyond its share, the encode of an upload. Requests of
+very many pictures as well."""
 
+BACKGROUND_SHARE = 0.75
+"""Of a PD worker's slots; generate jobs of the background lane never get the rest, so that others find a free
+one however long those take."""
 
 URGENT_LANE = "l0"
+
+
+def background_slots(slots: int) -> int:
+    """Of so many slots those that jobs of the background lane may have, 1 or more."""
+    return max(1, int(slots * BACKGROUND_SHARE))
 
 
 def _lane(ahead: int, priority: int) -> str:

@@ -40,11 +40,15 @@ _KEEP_MS = 3_600_000
 """A ledger that nobody uses goes after this; no lease is longer."""
 
 # What all scripts share. KEYS: leases (request -> end in ms), costs (request -> cost), owners (request ->
-# tenant), sums (tenant -> cost), weights (tenant -> weight). A tenant is in sums while it holds something.
+# tenant), sums (tenant -> cost), weights (tenant -> weight), counts (tenant -> requests). A tenant is in the
+# last three while it holds something.
 _COMMON = """
-local leases, costs, owners, sums, weights = unpack(KEYS)
+local leases, costs, owners, sums, weights, counts = unpack(KEYS)
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function number(name, field, default)
+  return tonumber(redis.call('HGET', name, field)) or default
+end
 local function give_back(request)
   local tenant = redis.call('HGET', owners, request)
   redis.call('ZREM', leases, request)
@@ -52,9 +56,9 @@ local function give_back(request)
   local cost = tonumber(redis.call('HGET', costs, request))
   redis.call('HDEL', owners, request)
   redis.call('HDEL', costs, request)
-  if redis.call('HINCRBY', sums, tenant, -cost) <= 0 then
-    redis.call('HDEL', sums, tenant)
-    redis.call('HDEL', weights, tenant)
+  redis.call('HINCRBY', sums, tenant, -cost)
+  if redis.call('HINCRBY', counts, tenant, -1) <= 0 then
+    for _, name in ipairs({sums, weights, counts}) do redis.call('HDEL', name, tenant) end
   end
 end
 """
@@ -68,15 +72,17 @@ local request, tenant, weight, cost = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonum
 local capacity, line, least = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 for _, lapsed in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now)) do give_back(lapsed) end
 give_back(request)
-local total, own, others = 0, 0, 0
+local total, own, others, requests, own_requests = 0, 0, 0, 0, 0
 local held = redis.call('HGETALL', sums)
 for i = 1, #held, 2 do
   total = total + tonumber(held[i + 1])
   if held[i] == tenant then
     own = tonumber(held[i + 1])
+    own_requests = number(counts, tenant, 0)
   else
-    others = others + tonumber(redis.call('HGET', weights, held[i]))
+    others = others + number(weights, held[i], 1)
   end
+  requests = requests + number(counts, held[i], 0)
 end
 local verdict = 'let_in'
 if ARGV[9] == '1' and own > 0 and total + cost > line
@@ -89,10 +95,11 @@ else
   redis.call('HSET', costs, request, cost)
   redis.call('HSET', owners, request, tenant)
   redis.call('HINCRBY', sums, tenant, cost)
+  redis.call('HINCRBY', counts, tenant, 1)
   redis.call('HSET', weights, tenant, weight)
   for _, name in ipairs(KEYS) do redis.call('PEXPIRE', name, ARGV[10]) end
 end
-return {verdict, total, own, tostring(others)}
+return {verdict, total, own, tostring(others), requests, own_requests}
 """
 )
 
@@ -178,9 +185,10 @@ class Ledger:
         try:
             async with asyncio.timeout(ANSWER_S):
                 with redis_errors():
-                    word, total, own, others = await self._ask(keys=_names(wanted.model), args=args)
+                    word, *numbers = await self._ask(keys=_names(wanted.model), args=args)
             verdict = Verdict(word.decode())
-            sums = Sums(int(total), int(own), float(others))
+            total, own, others, requests, own_requests = numbers
+            sums = Sums(int(total), int(own), float(others), int(requests), int(own_requests))
             self._note_answer(None)
         except (EpdError, TimeoutError) as error:
             self._note_answer(error)
@@ -203,15 +211,20 @@ class Ledger:
 
     def _own_sums(self, request: str, wanted: Holding) -> Sums:
         """Of this process's other requests."""
-        by_tenant: dict[str, int] = defaultdict(int)
-        weights: dict[str, float] = {}
-        for name, held in self._open.items():
-            if name != request and held.model == wanted.model:
-                by_tenant[held.tenant] += held.cost
-                weights[held.tenant] = held.weight
-        own = by_tenant.get(wanted.tenant, 0)
-        weights.pop(wanted.tenant, None)
-        return Sums(sum(by_tenant.values()), own, sum(weights.values()))
+        others = [
+            held
+            for name, held in self._open.items()
+            if name != request and held.model == wanted.model
+        ]
+        own = [held for held in others if held.tenant == wanted.tenant]
+        weights = {held.tenant: held.weight for held in others if held.tenant != wanted.tenant}
+        return Sums(
+            total=sum(held.cost for held in others),
+            own=sum(held.cost for held in own),
+            others_weight=sum(weights.values()),
+            requests=len(others),
+            own_requests=len(own),
+        )
 
     async def _keep(self) -> None:
         """Give back what has ended, at once and all that has ended meanwhile together; renew the rest."""
@@ -265,7 +278,10 @@ class Ledger:
         self.answers = error is None
 
 
+_PARTS = ("leases", "costs", "owners", "sums", "weights", "counts")
+
+
 def _names(model: str) -> list[str]:
     """The ledger's keys of a model, in the order of the scripts."""
     base = _PREFIX + model_token(model)
-    return [f"{base}:{part}" for part in ("leases", "costs", "owners", "sums", "weights")]
+    return [f"{base}:{part}" for part in _PARTS]

@@ -72,7 +72,13 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid("body", f"the body is not valid JSON: {error}", "invalid_json") from error
+        # The parser calls half of a surrogate pair truncated.
+        hint = (
+            " (or an escape \\uD800 to \\uDFFF without its pair)" if rb"\ud" in raw.lower() else ""
+        )
+        raise invalid(
+            "body", f"the body is not valid JSON: {error}{hint}", "invalid_json"
+        ) from error
     if not isinstance(body, dict):
         raise invalid("body", "the body must be a JSON object", "invalid_json")
     return body

@@ -10,7 +10,7 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from epd_common.protocol import (
     encode,
     subjects,
 )
+from epd_common.protocol.lanes import AGED_WAITS_S, BACKGROUND_LANE, lane_waits_s
 from service_stack import eventually
 
 BOUND_S = 10.0
@@ -108,13 +109,18 @@ async def delivered(bus: Bus, model: str) -> int:
 
 @contextlib.asynccontextmanager
 async def pulling(
-    bus: Bus, model: str, slots: int, last_lane_slots: int = 0
+    bus: Bus,
+    model: str,
+    slots: int,
+    last_lane_slots: int = 0,
+    waits_s: Sequence[float] = AGED_WAITS_S,
 ) -> AsyncIterator[JobPuller]:
     consumers = await declare_consumers(bus, "encode", model)
     async with JobPuller(
         bus,
         "encode",
         consumers=consumers,
+        waits_s=lane_waits_s(waits_s),
         slots=slots,
         last_lane_slots=last_lane_slots or slots,
         worker="w",
@@ -410,6 +416,49 @@ async def test_the_lowest_lane_comes_first(bus: Bus, model: str) -> None:
     assert order == [f"{lane}-{number}" for lane in LANES for number in range(4)]
 
 
+@pytest.mark.parametrize("lane", ["l1", "l3", BACKGROUND_LANE])
+async def test_a_job_waits_no_longer_for_its_lane_than_it_should(
+    bus: Bus, model: str, lane: str
+) -> None:
+    """Behind the older ones of the first lane, before the younger ones."""
+    order = []
+
+    async def work(puller: JobPuller) -> None:
+        async for delivery in puller.deliveries():
+            order.append(name_of(delivery))
+            await delivery.ack()
+            puller.release()
+            if len(order) == 13:
+                puller.stop()
+
+    for number in range(6):
+        await put(bus, model, "l0", f"old-{number}")
+    await put(bus, model, lane, "late")
+    await asyncio.sleep(0.4)
+    for number in range(6):
+        await put(bus, model, "l0", f"new-{number}")
+    async with pulling(bus, model, 1, waits_s=(0.2, 0.2, 0.2)) as puller:
+        await asyncio.wait_for(work(puller), BOUND_S)
+    before = order[: order.index("late")]
+    assert before[:6] == [f"old-{number}" for number in range(6)]
+    # One younger job tells that the lane's wait is over.
+    assert len(before) in ((12,) if lane == BACKGROUND_LANE else (6, 7)), order
+
+
+async def test_without_waits_the_oldest_job_comes_first(bus: Bus, model: str) -> None:
+    names = []
+    for number, lane in enumerate(("l3", "l1", "l2", "l0") * 6):
+        names.append(await put(bus, model, lane, f"{number}"))
+    order = []
+    async with pulling(bus, model, 1, waits_s=(0, 0, 0)) as puller:
+        for _ in names:
+            delivery = await take(puller)
+            order.append(names.index(name_of(delivery)))
+            await delivery.ack()
+            puller.release()
+    assert max(abs(place - number) for place, number in enumerate(order)) <= 8, order
+
+
 async def test_a_new_job_of_a_lower_lane_overtakes(bus: Bus, model: str) -> None:
     for number in range(3):
         await put(bus, model, "l3", f"late-{number}")
@@ -451,7 +500,7 @@ async def test_the_last_lane_never_gets_all_slots(bus: Bus, model: str) -> None:
     async with pulling(bus, model, 8, last_lane_slots=5) as puller:
         async with collecting(puller) as found:
             for number in range(9):
-                await put(bus, model, "l3", f"{number}")
+                await put(bus, model, BACKGROUND_LANE, f"{number}")
             await eventually(lambda: len(found) >= 5, "its slots are taken")
             await asyncio.sleep(1.5)  # longer than any wait of the puller
             assert len(found) == 5

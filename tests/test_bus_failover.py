@@ -27,6 +27,7 @@ from epd_common.bus.connection import no_leader
 from epd_common.errors import UnavailableError
 from epd_common.login import nats_servers
 from epd_common.protocol import EncodeJob, Media, WorkerRecord, encode, subjects
+from epd_common.protocol.lanes import AGED_WAITS_S, lane_waits_s
 from epd_common.settings import CommonSettings, SettingsError, load_settings
 from service_stack import eventually
 
@@ -129,7 +130,13 @@ async def test_a_lane_without_a_leader_holds_up_no_other(
             subject = subjects.encode_subject(model, "l3")
             await bus.store(subject, job, message_id=f"{model}-{number}")
         async with JobPuller(
-            bus, "encode", consumers=consumers, slots=8, last_lane_slots=8, worker="w"
+            bus,
+            "encode",
+            consumers=consumers,
+            waits_s=lane_waits_s(AGED_WAITS_S),
+            slots=8,
+            last_lane_slots=8,
+            worker="w",
         ) as puller:
             taken = 0
             async with asyncio.timeout(BOUND_S):

@@ -420,7 +420,7 @@ def test_subjects() -> None:
 @pytest.mark.parametrize(
     ("first", "last", "lane"), [(0, 1, "l0"), (2, 5, "l1"), (6, 13, "l2"), (14, 1000, "l3")]
 )
-def test_lanes(first: int, last: int, lane: str) -> None:
+def test_lanes_by_place(first: int, last: int, lane: str) -> None:
     for position in (first, last):
         assert encode_lane(position) == lane
         assert generate_lane(position + 1) == lane

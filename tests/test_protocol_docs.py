@@ -134,9 +134,9 @@ def test_table_of_lanes() -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """The ends of a range; the last is far away where it has none."""
+    """The ends of a range, if it is one; the last is far away where it has none."""
     found = [int(number) for number in re.findall(r"\d+", text)]
-    return found if len(found) > 1 else [*found, 99]
+    return [*found, 99] if len(found) == 1 else found
 
 
 def test_worked_example_of_a_key() -> None:

@@ -187,7 +187,7 @@ def test_lanes_by_work_and_by_priority() -> None:
     ]
     assert [generate_lane(n) for n in (0, 1, 2, 3, 15)] == ["l0", "l0", "l0", "l1", "l3"]
     assert {encode_lane(n, -1) for n in range(99)} == {"l0"} == {generate_lane(20, -5)}
-    assert {encode_lane(n, 1) for n in range(99)} == {"l3"} == {generate_lane(0, 5)}
+    assert {encode_lane(n, 1) for n in range(99)} == {"l4"} == {generate_lane(0, 5)}
 
 
 def test_a_deadline_is_never_further_off_than_the_bound() -> None:

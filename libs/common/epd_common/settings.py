@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from epd_common.ingest.limits import IngestLimits
 from epd_common.login import NatsLogin, check_ca, nats_servers
+from epd_common.protocol.lanes import AGED_WAITS_S
 
 PREFIX = "EPD_"
 SECRET: JsonDict = {"secret": True}
@@ -188,6 +189,11 @@ class WorkerSettings(CommonSettings):
         description="Stores an encoder writes to and a PD worker reads from, nearest first: "
         "`arena` (same node), `redis` (any node).",
     )
+    lane_waits_s: Annotated[tuple[float, ...], NoDecode] = Field(
+        AGED_WAITS_S,
+        description="Seconds that a job of lanes `l1`, `l2` and `l3` waits longer than one of `l0`, at most. "
+        "`0,0,0`: the oldest job comes first, whatever its lane.",
+    )
     stall_s: float = Field(
         120.0,
         ge=0,
@@ -198,7 +204,7 @@ class WorkerSettings(CommonSettings):
         "", description="More arguments for the vLLM engine, as on vLLM's command line."
     )
 
-    @field_validator("stores", mode="before")
+    @field_validator("stores", "lane_waits_s", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
@@ -211,6 +217,13 @@ class WorkerSettings(CommonSettings):
         allowed = ("arena", "redis")
         if not value or any(name not in allowed for name in value):
             raise ValueError(f"must be a comma-separated list of {', '.join(allowed)}")
+        return value
+
+    @field_validator("lane_waits_s")
+    @classmethod
+    def _one_for_each_lane(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if len(value) != len(AGED_WAITS_S) or not all(0 <= wait < float("inf") for wait in value):
+            raise ValueError("must be three numbers of 0 or more with commas between them")
         return value
 
     @property

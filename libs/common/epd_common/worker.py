@@ -24,7 +24,7 @@ from epd_common.engines import EncoderEngine, EngineInfo, Progress
 from epd_common.errors import EpdError, UnavailableError, UpstreamError
 from epd_common.lifecycle import wait_any
 from epd_common.protocol import Locator, WorkerRecord, WorkerState, subjects
-from epd_common.protocol.lanes import background_slots
+from epd_common.protocol.lanes import background_slots, lane_waits_s
 from epd_common.protocol.subjects import Stage
 from epd_common.protocol.workers import Encodes
 from epd_common.settings import WorkerSettings
@@ -402,6 +402,7 @@ class Connections:
                 self.bus,
                 stage,
                 consumers=await declare_consumers(self.bus, stage, self.settings.model_name),
+                waits_s=lane_waits_s(self.settings.lane_waits_s),
                 slots=slots,
                 last_lane_slots=background_slots(slots) if stage == "generate" else slots,
                 worker=self.settings.worker_id,

@@ -1,9 +1,9 @@
 """Pulling jobs from the lanes of a stage, as many as there are free slots.
 
 Each lane is a durable consumer. The puller never has more open pulls than free slots, so a job is only
-ever delivered to a worker that can start it. It first looks at the lanes in their order, and where all
-are empty it waits on as many as it may: for long when slots abound, else for ``SHORT_WAIT_S`` at a time,
-so that no lane stays out of sight.
+ever delivered to a worker that can start it. It first looks at the lanes in the order of ``lane_order.py``,
+and where all are empty it waits on as many as it may: for long when slots abound, else for ``SHORT_WAIT_S``
+at a time, so that no lane stays out of sight.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from nats.aio.subscription import Subscription
 
 from epd_common.bus.connection import Bus
 from epd_common.bus.delivery import Delivery
+from epd_common.bus.lane_order import LaneOrder
 from epd_common.bus.streams import STREAMS
 from epd_common.errors import UnavailableError
 from epd_common.protocol.subjects import Stage
@@ -44,7 +45,8 @@ GIVE_BACK_S = 0.05
 class _Lane:
     """One durable consumer and its open pull, if any."""
 
-    def __init__(self, consumer: str, inbox: str) -> None:
+    def __init__(self, number: int, consumer: str, inbox: str) -> None:
+        self.number = number
         self.consumer = consumer
         self.inbox = inbox
         self.open_until = 0.0
@@ -58,6 +60,7 @@ class JobPuller:
 
     Args:
         consumers: Durable consumers, the most urgent lane first.
+        waits_s: How much longer a job of each lane may wait; see ``LaneOrder``.
         slots: How many jobs may be in work here at once.
         last_lane_slots: Jobs of the last lane are fetched while fewer than so many are in work.
     """
@@ -68,6 +71,7 @@ class JobPuller:
         stage: Stage,
         *,
         consumers: Sequence[str],
+        waits_s: Sequence[float],
         slots: int,
         last_lane_slots: int,
         worker: str,
@@ -78,7 +82,10 @@ class JobPuller:
         self.slots = slots
         self._last_lane_slots = last_lane_slots
         self.busy = 0
-        self._lanes = [_Lane(name, bus.client.new_inbox()) for name in consumers]
+        self._lanes = [
+            _Lane(number, name, bus.client.new_inbox()) for number, name in enumerate(consumers)
+        ]
+        self._order = LaneOrder(waits_s)
         self._arrived: asyncio.Queue[tuple[_Lane, Msg]] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._stopping = False
@@ -122,7 +129,7 @@ class JobPuller:
         self._changed.set()
 
     async def deliveries(self) -> AsyncIterator[Delivery]:
-        """Jobs, the lowest lane first; the caller calls :meth:`release` after each."""
+        """Jobs, the most urgent first; the caller calls :meth:`release` after each."""
         while not self._stopping:
             if self._free <= 0:
                 self._changed.clear()
@@ -219,7 +226,8 @@ class JobPuller:
         while not self._arrived.empty():  # jobs, and lanes that say that they have none
             if message := await self._next(0):
                 return message
-        for lane in self._lanes:
+        for number in self._order.order():
+            lane = self._lanes[number]
             if self._may_open(lane):
                 await self._pull(lane, wait_s=0)
                 if message := await self._next(ANSWER_S):
@@ -253,10 +261,14 @@ class JobPuller:
         lane.open_until = 0.0
         status = (message.headers or {}).get("Status", "")
         if not status:
+            published = message.metadata.timestamp.timestamp()
+            self._order.took(lane.number, published=published, now=time.monotonic())
             return message
         if status not in ("404", "408"):  # neither "no messages" nor "pull expired"
             logger.warning("consumer %s answers %s; looking again", lane.consumer, message.headers)
             lane.rests_until = time.monotonic() + BACKOFF_S  # the other lanes may be well
+        else:
+            self._order.found_empty(lane.number, now=time.monotonic())
         return None
 
     async def _stopped_or_rests(self) -> None:

@@ -6,18 +6,29 @@ stands before another request's first.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 _BOUNDS = (2, 6, 14)
 """Positions below these go to lanes 0, 1 and 2; the rest to lane 3."""
 
-BACKGROUND_LANE = "l3"
-"""For what others go before: low priority, a tenant beyond its share, the encode of an upload. Requests of
-very many pictures as well."""
+AGED_WAITS_S = (0.5, 1.5, 3.0)
+"""So much longer than in lane 0 a job waits in lanes 1, 2 and 3, at most."""
+
+BACKGROUND_LANE = "l4"
+"""For what others go before, however long it waits: low priority, a tenant beyond its share, the encode of an
+upload."""
 
 BACKGROUND_SHARE = 0.75
 """Of a PD worker's slots; generate jobs of the background lane never get the rest, so that others find a free
 one however long those take."""
 
 URGENT_LANE = "l0"
+
+
+def lane_waits_s(aged: Sequence[float]) -> tuple[float, ...]:
+    """What each lane waits, in the order of ``LANES``, given that of lanes 1, 2 and 3."""
+    return (0.0, *aged, math.inf)
 
 
 def background_slots(slots: int) -> int:

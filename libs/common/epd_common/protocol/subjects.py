@@ -11,7 +11,7 @@ DLQ_STREAM = "EPD_DLQ"
 EXHAUSTED_STREAM = "EPD_EXHAUSTED"
 WORKERS_BUCKET = "epd_workers"
 
-LANES = ("l0", "l1", "l2", "l3")
+LANES = ("l0", "l1", "l2", "l3", "l4")
 ANY_PLACE = "any"
 
 Stage = Literal["encode", "generate"]

@@ -113,7 +113,8 @@ class Replays:
 
     def _make_room(self) -> None:
         oldest = time.monotonic() - KEPT_S
-        for request_id, sent in list(self._sent.items()):
+        while self._sent:
+            request_id, sent = next(iter(self._sent.items()))
             if self._bytes <= TOTAL_BYTES and sent.touched >= oldest:
                 return
             self._drop(request_id)

@@ -516,6 +516,63 @@ async def test_the_last_lane_never_gets_all_slots(bus: Bus, model: str) -> None:
             assert len(found) == 9
 
 
+async def test_a_server_that_is_too_old_is_named(
+    bus: Bus, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "OLDEST_SERVER", (99, 0))
+    with pytest.raises(UnavailableError, match=r"EPD_NATS_URL is of version 2\..*99\.0 or later"):
+        await declare_consumers(bus, "encode", model)
+
+
+async def test_the_least_loaded_worker_gets_a_job(bus: Bus, model: str) -> None:
+    """Whoever has asked first."""
+    async with pulling(bus, model, 16) as busy, pulling(bus, model, 16) as idle:
+        async with collecting(busy) as first, collecting(idle) as second:
+            for number in range(6):
+                await put(bus, model, "l0", f"{number}")
+                await eventually(
+                    lambda n=number: len(first) + len(second) == n + 1, "somebody has it"
+                )
+            assert (len(first), len(second)) == (3, 3)
+            for delivery in first:
+                await delivery.ack()
+                busy.release()
+            await asyncio.sleep(0.6)  # its pulls say so, once they were renewed
+            for number in range(6, 9):
+                await put(bus, model, "l0", f"{number}")
+                await eventually(
+                    lambda n=number: len(first) + len(second) == n + 1, "somebody has it"
+                )
+            assert (len(first), len(second)) == (6, 3)
+
+
+async def test_a_slow_worker_takes_little_ahead(bus: Bus, model: str) -> None:
+    consumers = await declare_consumers(bus, "encode", model)
+    async with JobPuller(
+        bus,
+        "encode",
+        consumers=consumers,
+        waits_s=lane_waits_s(AGED_WAITS_S),
+        slots=16,
+        last_lane_slots=16,
+        ahead_s=0.5,
+        worker="w",
+    ) as puller:
+        async with collecting(puller) as found:
+            await put(bus, model, "l0", "first")
+            await eventually(lambda: len(found) == 1, "it is taken")
+            await asyncio.sleep(0.4)
+            await found[0].ack()
+            puller.release()
+            for number in range(12):
+                await put(bus, model, "l0", f"{number}")
+            await asyncio.sleep(1.0)
+            assert len(found) - 1 == 2, "0.4 s each, so two of them"
+            await found[1].ack()
+            puller.release()
+            await eventually(lambda: len(found) == 4, "one ends, one begins")
+
+
 async def test_a_heartbeat_keeps_a_job(
     bus: Bus, model: str, ack_wait: Callable[[float], None]
 ) -> None:

@@ -161,6 +161,12 @@ class EncodeSettings(CommonSettings):
     encoder_slots: int = Field(
         16, ge=1, description="Encode jobs in work at once; the engine batches them in its steps."
     )
+    encode_ahead_s: float = Field(
+        0.5,
+        ge=0,
+        description="Seconds of encode work that a worker takes at once, by the rate at which its jobs end, "
+        "so that a slow one has few: two jobs in any case, `EPD_ENCODER_SLOTS` at most. 0: as many as slots.",
+    )
 
 
 class WorkerSettings(CommonSettings):

@@ -392,7 +392,9 @@ class Connections:
             counters=self.worker.counters,
         )
 
-    async def pull(self, stack: AsyncExitStack, stage: Stage, *, slots: int) -> JobPuller:
+    async def pull(
+        self, stack: AsyncExitStack, stage: Stage, *, slots: int, ahead_s: float = 0.0
+    ) -> JobPuller:
         """A puller of the model's queue, open as long as the stack is.
 
         Generate jobs of the background lane may take long; encodes do not, and get all slots.
@@ -405,6 +407,7 @@ class Connections:
                 waits_s=lane_waits_s(self.settings.lane_waits_s),
                 slots=slots,
                 last_lane_slots=background_slots(slots) if stage == "generate" else slots,
+                ahead_s=ahead_s,
                 worker=self.settings.worker_id,
             )
         )

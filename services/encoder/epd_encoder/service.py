@@ -38,5 +38,7 @@ class EncoderService:
             await stack.enter_async_context(
                 burying_exhausted(parts.bus, "encode", handler.exhausted)
             )
-            puller = await parts.pull(stack, "encode", slots=settings.encoder_slots)
+            puller = await parts.pull(
+                stack, "encode", slots=settings.encoder_slots, ahead_s=settings.encode_ahead_s
+            )
             await parts.worker.work([(puller, handler.handle, handler.exhausted)], stop)

@@ -112,6 +112,8 @@ class PdService:
                 await stack.enter_async_context(
                     burying_exhausted(parts.bus, "encode", encodes.exhausted)
                 )
-                encode = await parts.pull(stack, "encode", slots=settings.encoder_slots)
+                encode = await parts.pull(
+                    stack, "encode", slots=settings.encoder_slots, ahead_s=settings.encode_ahead_s
+                )
                 queues.append((encode, encodes.handle, encodes.exhausted))
             await parts.worker.work(queues, stop)

@@ -3,12 +3,14 @@
 Each lane is a durable consumer. The puller never has more open pulls than free slots, so a job is only
 ever delivered to a worker that can start it. It first looks at the lanes in the order of ``lane_order.py``,
 and where all are empty it waits on as many as it may: for long when slots abound, else for ``SHORT_WAIT_S``
-at a time, so that no lane stays out of sight.
+at a time, so that no lane stays out of sight. Each pull says how loaded its worker is, and of those that wait
+the server answers the least loaded first; so a loaded worker's are renewed after ``LOADED_WAIT_S``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import functools
 import logging
@@ -25,7 +27,8 @@ from nats.aio.subscription import Subscription
 from epd_common.bus.connection import Bus
 from epd_common.bus.delivery import Delivery
 from epd_common.bus.lane_order import LaneOrder
-from epd_common.bus.streams import STREAMS
+from epd_common.bus.streams import LOAD_GROUP, STREAMS
+from epd_common.bus.work_ahead import WorkAhead
 from epd_common.errors import UnavailableError
 from epd_common.protocol.subjects import Stage
 
@@ -34,12 +37,16 @@ logger = logging.getLogger(__name__)
 LONG_WAIT_S = 2.0
 """Not longer, since a pull is lost without a word with the server that led its consumer."""
 
+LOADED_WAIT_S = 0.25
 SHORT_WAIT_S = 0.1
 ANSWER_S = 1.0
 """A pull that the server has not answered this long after its expiry is held for lost."""
 
 BACKOFF_S = 0.5
 GIVE_BACK_S = 0.05
+
+_LOADS = (1, 2, 3, 4, 6, 9, 13, 20, 30)
+"""Jobs in work from which on a worker counts as more loaded; NATS has ten levels."""
 
 
 class _Lane:
@@ -62,6 +69,7 @@ class JobPuller:
         consumers: Durable consumers, the most urgent lane first.
         waits_s: How much longer a job of each lane may wait; see ``LaneOrder``.
         slots: How many jobs may be in work here at once.
+        ahead_s: Seconds of work that are taken ahead; see ``WorkAhead``.
         last_lane_slots: Jobs of the last lane are fetched while fewer than so many are in work.
     """
 
@@ -75,13 +83,14 @@ class JobPuller:
         slots: int,
         last_lane_slots: int,
         worker: str,
+        ahead_s: float = 0.0,
     ) -> None:
         self._bus = bus
         self.stage: Stage = stage
         self._worker = worker
         self.slots = slots
+        self._work = WorkAhead(ahead_s, slots)
         self._last_lane_slots = last_lane_slots
-        self.busy = 0
         self._lanes = [
             _Lane(number, name, bus.client.new_inbox()) for number, name in enumerate(consumers)
         ]
@@ -125,27 +134,32 @@ class JobPuller:
 
     def release(self) -> None:
         """A job that was yielded is done: its slot is free again."""
-        self.busy -= 1
+        self._work.ended(time.monotonic())
         self._changed.set()
+
+    @property
+    def busy(self) -> int:
+        """Jobs that were yielded and are not done."""
+        return self._work.busy
 
     async def deliveries(self) -> AsyncIterator[Delivery]:
         """Jobs, the most urgent first; the caller calls :meth:`release` after each."""
         while not self._stopping:
-            if self._free <= 0:
-                self._changed.clear()
-                await self._changed.wait()
-                continue
             if self.rests:
                 await self._rest()
                 continue
             await self._withdraw()
+            if self.busy >= self._work.most and self._arrived.empty():
+                self._changed.clear()
+                await self._changed.wait()
+                continue
             message = await self._look() or await self._wait()
             if message is None:
                 continue
             if self._stopping or self.rests:
                 await self._give_back(message)
                 continue
-            self.busy += 1
+            self._work.began(time.monotonic())
             yield Delivery(self._bus, self.stage, self._worker, message)
         await self._close_pulls(self._lanes)
         await self._give_back_arrived()
@@ -172,6 +186,11 @@ class JobPuller:
     def _free(self) -> int:
         return self.slots - self.busy
 
+    @property
+    def _load(self) -> int:
+        """From 0 to 9."""
+        return bisect.bisect_right(_LOADS, self.busy)
+
     def _may_open(self, lane: _Lane) -> bool:
         if self._stopping or self._is_open(lane) or time.monotonic() < lane.rests_until:
             return False
@@ -186,8 +205,8 @@ class JobPuller:
         """Take pulls back that should not be answered any more.
 
         Long ones, where they hold every free slot while another lane has none: they were opened when slots
-        abounded, and the lanes they wait on may stay empty for long. That of the last lane, once it has all
-        it may have.
+        abounded, and the lanes they wait on may stay empty for long. All of them, where there is enough in
+        work.
         """
         opened = [lane for lane in self._lanes if self._is_open(lane)]
         soon = time.monotonic() + SHORT_WAIT_S + ANSWER_S
@@ -204,8 +223,9 @@ class JobPuller:
             await self._subscribe(lane)
 
     def _has_room(self, lane: _Lane) -> bool:
-        """Whether there is a slot for the lane's jobs, as far as those in work go."""
-        return self.busy < (self._last_lane_slots if lane is self._lanes[-1] else self.slots)
+        """Whether one more of the lane's jobs may come to those in work."""
+        most = self._work.most
+        return self.busy < (min(self._last_lane_slots, most) if lane is self._lanes[-1] else most)
 
     async def _close_pulls(self, lanes: Sequence[_Lane]) -> None:
         """A pull ends with its inbox. What was sent there before still arrives."""
@@ -237,7 +257,8 @@ class JobPuller:
     async def _wait(self) -> Msg | None:
         """Leave pulls open on the lowest lanes, and wait for whichever job comes first."""
         plenty = self._free >= 2 * len(self._lanes)
-        wait_s = LONG_WAIT_S if plenty else SHORT_WAIT_S
+        long_s = LOADED_WAIT_S if self._load else LONG_WAIT_S
+        wait_s = long_s if plenty else SHORT_WAIT_S
         for lane in self._lanes:
             if self._may_open(lane):
                 await self._pull(lane, wait_s=wait_s)
@@ -277,7 +298,8 @@ class JobPuller:
             await self._changed.wait()
 
     async def _pull(self, lane: _Lane, *, wait_s: float) -> None:
-        request = {"batch": 1, "expires": int(wait_s * 1e9)} if wait_s else _NO_WAIT
+        request: dict[str, object] = {"batch": 1, "group": LOAD_GROUP, "priority": self._load}
+        request |= {"expires": int(wait_s * 1e9)} if wait_s else {"no_wait": True}
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{STREAMS[self.stage]}.{lane.consumer}"
         try:
             if not self._bus.connected:  # it would be sent later, when nobody counts it as open
@@ -306,6 +328,3 @@ class JobPuller:
             return
         with contextlib.suppress(nats.errors.Error):
             await message.nak(delay=GIVE_BACK_S)
-
-
-_NO_WAIT: dict[str, object] = {"batch": 1, "no_wait": True}

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -153,8 +154,35 @@ async def declare_streams(
         await once_led(lambda: bus.js.update_stream(info.config))
 
 
+LOAD_GROUP = "load"
+"""The one group of pulls of a lane's consumer; in it those of the least loaded worker are answered first."""
+
+
+@dataclass
+class _LaneConsumer(ConsumerConfig):  # type: ignore[misc]  # the client has no types
+    """With what the client's own class does not know yet."""
+
+    priority_groups: list[str] = field(default_factory=lambda: [LOAD_GROUP])
+    priority_policy: str = "prioritized"
+
+
+OLDEST_SERVER = (2, 12)
+"""The first NATS whose consumers know priorities of pulls."""
+
+
 async def declare_consumers(bus: Bus, stage: Stage, model: str) -> list[str]:
-    """Create or update the durable consumers of a model, one a lane; their names, lowest lane first."""
+    """Create or update the durable consumers of a model, one a lane; their names, lowest lane first.
+
+    Raises:
+        UnavailableError: the server is too old.
+    """
+    version = bus.client.connected_server_version
+    if (version.major, version.minor) < OLDEST_SERVER:
+        raise UnavailableError(
+            f"the NATS server at EPD_NATS_URL is of version {version.major}.{version.minor}; "
+            f"{'.'.join(map(str, OLDEST_SERVER))} or later is needed",
+            code="nats_too_old",
+        )
     names = []
     for lane in subjects.LANES:
         if stage == "encode":
@@ -163,7 +191,7 @@ async def declare_consumers(bus: Bus, stage: Stage, model: str) -> list[str]:
         else:
             name = subjects.generate_consumer(model, lane)
             subject = subjects.generate_subject(model, lane)
-        consumer = ConsumerConfig(
+        consumer = _LaneConsumer(
             durable_name=name,
             filter_subject=subject,
             ack_policy=AckPolicy.EXPLICIT,

@@ -1,4 +1,4 @@
-"""Jobs that a client publishes itself, and the inbox that their answers come to."""
+"""Jobs that a client publishes itself, the inbox that their answers come to, and a worker of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from epd_common.bus import Bus
 from epd_common.protocol import GenerateJob, ReplyError, decode_reply, subjects
-from service_stack import ServiceStack, eventually
+from service_stack import BOUND_S, ServiceStack, eventually
 
 
 class Inbox:
@@ -39,6 +39,19 @@ class Inbox:
 async def publish(stack: ServiceStack, stage: str, data: bytes) -> None:
     names = {"encode": subjects.encode_subject, "generate": subjects.generate_subject}
     await stack.bus.js.publish(names[stage](stack.model, "l0"), data)
+
+
+async def take(bus: Bus, stream: str, consumer: str, *, within_s: float = BOUND_S) -> Msg:
+    """The next job of a lane's consumer, as a worker in any language gets it."""
+    inbox = bus.client.new_inbox()
+    subscription = await bus.client.subscribe(inbox)
+    wanted = {"batch": 1, "expires": int(within_s * 1e9), "group": "load", "priority": 0}
+    subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+    await bus.client.publish(subject, json.dumps(wanted).encode(), reply=inbox)
+    message = await subscription.next_msg(timeout=within_s)
+    assert not message.headers or "Status" not in message.headers, message.headers
+    await subscription.unsubscribe()
+    return message
 
 
 def direct_job(stack: ServiceStack, inbox: Inbox | str, **fields: Any) -> GenerateJob:

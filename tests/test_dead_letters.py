@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from direct import Inbox, direct_job
+from direct import Inbox, direct_job, take
 from epd_cli.brokers import Brokers, embedded_brokers
 from epd_common.bus import Bus
 from epd_common.bus.dead_letters import DeadLetters, Letter
@@ -42,12 +42,10 @@ async def exhaust(stack: ServiceStack, stage: Any, subject: str) -> None:
     names = {"encode": subjects.encode_consumer, "generate": subjects.generate_consumer}
     streams = {"encode": subjects.ENCODE_STREAM, "generate": subjects.GENERATE_STREAM}
     lane = subject.split(".")[4]
-    pull = await stack.bus.js.pull_subscribe_bind(names[stage](stack.model, lane), streams[stage])
     for _ in range(5):
-        (message,) = await pull.fetch(1, timeout=5)
+        message = await take(stack.bus, streams[stage], names[stage](stack.model, lane))
         assert message.subject == subject
         await message.nak()
-    await pull.unsubscribe()
 
 
 async def stop_workers(stack: ServiceStack) -> None:
@@ -99,11 +97,9 @@ async def test_an_encode_job_that_kills_each_worker_fails_its_requests(
     encoder.process.task.cancel()  # as if it were killed: the job is not given back
     await asyncio.wait((encoder.process.task,))
     subject = subjects.encode_subject(stack.model, "l0")
-    pull = await stack.bus.js.pull_subscribe_bind(
-        subjects.encode_consumer(stack.model, "l0"), subjects.ENCODE_STREAM
-    )
+    consumer = subjects.encode_consumer(stack.model, "l0")
     while True:
-        (message,) = await pull.fetch(1, timeout=10)
+        message = await take(stack.bus, subjects.ENCODE_STREAM, consumer)
         await message.nak()
         if message.metadata.num_delivered == 5:
             break

@@ -412,7 +412,7 @@ async def test_the_engine_serves_the_urgent_first(
 
         def noted(is_here: Callable[[str], bool]) -> Any:
             step = schedule(is_here)
-            begun.extend(sequence.priority for sequence, _ in step.prefill)
+            begun.extend(round(sequence.priority / 10**12) for sequence, _ in step.prefill)
             return step
 
         scheduler.schedule = noted

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from direct import Inbox, direct_job, publish
+from direct import Inbox, direct_job, publish, take
 from epd_cli.stack import Stack, StackOptions, run_stack
 from epd_common.bus import declare_consumers, declare_streams
 from epd_common.engines import Told
@@ -417,10 +417,8 @@ async def begin_at_attempt_two(stack: SimStack, job: Any) -> None:
     await declare_streams(stack.bus, max_jobs=1000)
     consumer, *_ = await declare_consumers(stack.bus, "generate", stack.model)
     await publish(stack, "generate", encode(job))
-    queue = await stack.bus.js.pull_subscribe_bind(consumer, subjects.GENERATE_STREAM)
-    (message,) = await queue.fetch(1, timeout=BOUND_S)
+    message = await take(stack.bus, subjects.GENERATE_STREAM, consumer)
     await message.nak()
-    await queue.unsubscribe()
     await stack.add_pd()
 
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from epd_common.costs import work_of
 from epd_common.engines import AnswerHead, AnswerPiece, EngineInfo, PdEngine, Told
 from epd_common.errors import (
     BadRequestError,
@@ -31,6 +32,7 @@ from epd_pd.arrivals import Arrivals, ForecastError
 from epd_pd.frames import FrameWriter
 from epd_pd.readiness import Readiness
 from epd_pd.resuming import Resuming, may_go_on, told_of
+from epd_pd.urgency import engine_priority
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +45,14 @@ class Attempt:
 
     Attributes:
         number: Which delivery of its job this is, from 1.
+        published: When the job was, by the broker's clock.
         keys: Of its items; those of raw ones only once it is prepared.
         arrivals: What it waits for, once it is prepared.
     """
 
     job: GenerateJob
     number: int
+    published: float
     writer: FrameWriter
     keys: list[str] = field(default_factory=list)
     arrivals: Arrivals | None = None
@@ -62,6 +66,7 @@ class Answering:
     """Answers requests with one engine.
 
     Args:
+        long_wait_s: See :func:`epd_pd.urgency.engine_priority`.
         counters: ``resumed``, ``wrong_forecasts``.
     """
 
@@ -75,6 +80,7 @@ class Answering:
         readiness: Readiness,
         admission: Admission,
         resuming: Resuming,
+        long_wait_s: float,
         counters: Counter[str],
     ) -> None:
         self._engine = engine
@@ -84,6 +90,7 @@ class Answering:
         self._readiness = readiness
         self._admission = admission
         self._resuming = resuming
+        self._long_wait_s = long_wait_s
         self._counters = counters
 
     @property
@@ -120,7 +127,6 @@ class Answering:
                 param="route",
             )
         body = await self._body(job)
-        body["priority"] = job.priority
         writer.resumable = may_go_on(body)
         told = await self._told(attempt) if attempt.number > 1 else None
         prepared = await self._ingest.prepare(
@@ -142,6 +148,18 @@ class Answering:
             priority=job.priority,
             deadline=job.deadline,
             traceparent=job.traceparent,
+        )
+        work = work_of(
+            prepared.body,
+            prepared.items,
+            [None] * len(prepared.items),
+            max_model_len=self._info.max_model_len,
+        )
+        prepared.body["priority"] = engine_priority(
+            job.priority,
+            published=attempt.published,
+            prompt_tokens=work.text + (work.visual or 0),
+            long_wait_s=self._long_wait_s,
         )
         media = await self._raw_media(prepared.items)
         async with self._readiness.arriving(prepared.items, context, media) as arrivals:

@@ -86,7 +86,9 @@ class GenerateHandler:
             return
         self._running[job.request_id] = delivery.sequence
         writer = self._writer(job, delivery, self._replays)
-        attempt = Attempt(job, delivery.attempt, writer, [item.key for item in job.items])
+        attempt = Attempt(
+            job, delivery.attempt, delivery.published, writer, [item.key for item in job.items]
+        )
         try:
             async with delivery:
                 if not await self._until_cancelled(attempt, delivery):

@@ -90,6 +90,7 @@ class PdService:
                 ),
                 admission=Admission(settings.max_incomplete),
                 resuming=resuming,
+                long_wait_s=settings.prefill_wait_s,
                 counters=counters,
             )
             handler = GenerateHandler(

@@ -28,6 +28,12 @@ class PdSettings(SimSettings, EncodeSettings, IngestSettings):
         description="Requests inside the engine that still wait for embeddings, at most; must be below "
         "`EPD_MAX_NUM_SEQS`. 0 holds requests outside until they are complete.",
     )
+    prefill_wait_s: float = Field(
+        3.0,
+        ge=0,
+        description="Seconds that a prompt of 16,384 tokens waits longer in the engine than an empty one, at "
+        "most; shorter ones in proportion. 0: as they came.",
+    )
     sleep_when_stalled: bool = Field(
         True,
         description="Let the engine's process sleep while all its requests wait for embeddings, instead of "

@@ -125,6 +125,21 @@ async def test_a_tenant_over_its_share_and_a_full_system(
         await eventually(let_in, "what ended is free again")
 
 
+async def test_one_request_of_whatever_cost_leaves_room_for_another_tenant(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    async with keyed(nats_url, redis_url, tmp_path, **SMALL) as stack:
+        engine = stack.pds[0].engine
+        engine.gate.clear()
+        running = [asyncio.create_task(ask_as(stack, "a", max_tokens=4000, n=8))]
+        await eventually(lambda: len(engine.running) == 1, "it runs")
+        assert await samples(stack, "epd_gateway_open_cost") == {(stack.model,): 750}
+        running.append(asyncio.create_task(ask_as(stack, "b", max_tokens=200)))
+        await eventually(lambda: len(engine.running) == 2, "and so does another tenant's")
+        engine.gate.set()
+        assert [answer.status_code for answer in await asyncio.gather(*running)] == [200, 200]
+
+
 async def test_whoever_leaves_frees_its_share_at_once(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:

@@ -130,6 +130,8 @@ URL = {"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}
         # Nobody has checked these yet.
         ({"messages": 3, "max_tokens": "x", "n": None}, Work(0, 0, None, 512)),
         ({"messages": ["x", {"content": 7}, {}], "prompt": []}, Work(0, 0, None, 512)),
+        # No prompt is longer than the model's longest.
+        (chat("x" * 10**6, tools=["x" * 10**6], max_tokens=7), Work(4096, 0, None, 7)),
         # Text is text wherever it stands.
         (chat("x", tools=[{"description": "x" * 380}]), Work(100, 0, None, 512)),
         (chat("x", chat_template_kwargs={"x" * 34: [1]}), Work(10, 0, None, 512)),

@@ -121,7 +121,9 @@ def _work(body: dict[str, Any], media: int, visual: int | None, max_model_len: i
     samples = max(_positive(body, name) or 1 for name in _SAMPLES)
     # More samples than any engine runs at once are refused by it; they are no reason to overflow.
     answer = each * min(samples * prompts, most)
-    return Work(text + ids, media, visual, answer)
+    # A longer prompt is refused by the engine, whatever it is made of.
+    seen = None if visual is None else min(visual, most)
+    return Work(min(text + ids, most), media, seen, answer)
 
 
 def _characters_besides(body: dict[str, Any]) -> int:

@@ -66,8 +66,10 @@ class Door:
             BusyError: ``tenant_over_share`` or ``system_full``.
         """
         limits = self._limits(worker)
-        # What costs more than the whole counts as the whole, or it could never run.
-        cost = min(self._prices.cost(work, rows_unseen=self._rows_unseen(work)), limits.capacity)
+        # What costs more than that counts as that, or it could never run. With other tenants about, what lies
+        # above the line is theirs.
+        most = limits.line if limits.fair else limits.capacity
+        cost = min(self._prices.cost(work, rows_unseen=self._rows_unseen(work)), most)
         if entry.cost and abs(cost - entry.cost) <= WORTH_ASKING * entry.cost:
             return
         caller = entry.caller

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,10 +32,14 @@ logger = logging.getLogger(__name__)
 TAKE_OFF_S = 0.5
 """A cancelled job is taken off its queue within this time, or left for a worker to drop."""
 
+BODY_MARGIN_S = 10.0
+"""A large body stays in the media store so long after its request's deadline, as clocks differ: a worker that
+still takes the job says that it is late, not that the body is gone."""
+
 
 @dataclass(frozen=True, slots=True)
 class OrderContext:
-    """What all encode jobs of one request have in common."""
+    """What all encode jobs of one request have in common, and the tenant in whose quota its body is."""
 
     model: str
     fingerprint: str
@@ -42,6 +47,7 @@ class OrderContext:
     deadline: float = 0.0
     traceparent: str = ""
     scope: str = ""
+    owner: str = ""
     priority: int = 0
     background: bool = False
 
@@ -55,10 +61,12 @@ class OrderContext:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """What became of a request's keys, and its job's number in the queue."""
+    """What became of a request's keys, its job's number in the queue, and where its body lies if that was too
+    large for the job."""
 
     claims: list[Claim]
     sequence: int
+    body_ref: str = ""
 
 
 def encode_job(item: Item, epoch: int, context: OrderContext) -> EncodeJob:
@@ -172,11 +180,7 @@ class Orders:
                 await self._take_off(subjects.ENCODE_STREAM, sequence, context.request_id)
 
     async def publish_generate(self, job: GenerateJob) -> int:
-        """Publish a generate job; its number in the queue. A body too large for a message goes to the media
-        store."""
-        if len(encode(job)) > self._bus.max_payload_bytes:
-            ref = await self._media.put_body(job.body)
-            job = msgspec.structs.replace(job, body=b"", body_ref=ref)
+        """Publish a generate job; its number in the queue."""
         return await self._bus.store(
             subjects.generate_subject(job.model, generate_lane(len(job.items), job.priority)),
             job,
@@ -186,9 +190,29 @@ class Orders:
     async def submit(self, job: GenerateJob, context: OrderContext) -> Submitted:
         """Claim the job's keys, then publish its encode jobs and itself at the same moment.
 
+        A body too large for a message goes to the media store before, as there may be no room for it there.
+
         Raises:
             EpdError: something was not taken; then the request does not run.
         """
+        if len(encode(job)) <= self._bus.max_payload_bytes:
+            return await self._submit(job, context)
+        left_s = job.deadline + BODY_MARGIN_S - time.time() if job.deadline else JOB_MAX_AGE_S
+        ttl_s = math.ceil(min(max(left_s, 1.0), JOB_MAX_AGE_S))
+        ref = await self._media.put_body(job.body, ttl_s=ttl_s, owner=context.owner)
+        job = msgspec.structs.replace(job, body=b"", body_ref=ref)
+        try:
+            return await self._submit(job, context)
+        except BaseException:
+            await self.forget_body(ref, context)
+            raise
+
+    async def forget_body(self, ref: str, context: OrderContext) -> None:
+        """The request whose body lies there has ended."""
+        with contextlib.suppress(EpdError):  # then it goes when its time is over
+            await self._media.delete_body(ref, owner=context.owner)
+
+    async def _submit(self, job: GenerateJob, context: OrderContext) -> Submitted:
         claims = await self.claim(job.items, context)
         encodes = self.publish_encodes(job.items, claims, context)
         generate = self.publish_generate(job)
@@ -201,7 +225,7 @@ class Orders:
             )
             raise failures[0]
         assert isinstance(sequence, int)
-        return Submitted(claims, sequence)
+        return Submitted(claims, sequence, job.body_ref)
 
     async def withdraw(self, job: GenerateJob, sequence: int, reason: str) -> None:
         """Take a request back wherever it is: off its queue, from who works on it, and from who waits.

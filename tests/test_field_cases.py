@@ -239,7 +239,7 @@ async def test_fc36_a_changed_picture_behind_one_url_is_another_item() -> None:
     web = {"https://a.example/x": one, "https://b.example/y": one}
 
     class Stored:
-        async def put(self, data: bytes, *, digest: str, content_type: str) -> str:
+        async def put(self, data: bytes, *, digest: str, content_type: str, owner: str) -> str:
             return digest
 
     async def fetch(url: str, place: str) -> FetchedMedia:

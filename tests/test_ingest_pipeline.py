@@ -69,14 +69,16 @@ class Store:
 
     def __init__(self) -> None:
         self.puts: list[bytes] = []
+        self.owners: list[str] = []
         self.fetched: list[str] = []
         self.started = asyncio.Semaphore(0)
         self.web: dict[str, FetchedMedia | EpdError] = {}
         self.cancelled: list[str] = []
 
-    async def put(self, data: bytes, *, digest: str, content_type: str) -> str:
+    async def put(self, data: bytes, *, digest: str, content_type: str, owner: str) -> str:
         assert content_type.startswith(("image/", "video/", "audio/"))
         self.puts.append(data)
+        self.owners.append(owner)
         return digest
 
     async def lookup(self, file_id: str, scope: str) -> StoredFile | None:
@@ -210,8 +212,9 @@ async def test_large_media_take_the_path_off_the_event_loop(ingest: Ingest) -> N
 
 
 async def test_an_upload(ingest: Ingest, store: Store) -> None:
-    assert await ingest.admit(GREEN, declared="image/png", place="file") == stored(GREEN, 6, 8)
-    assert store.puts == [GREEN]
+    admitted = await ingest.admit(GREEN, declared="image/png", place="file", owner="me")
+    assert admitted == stored(GREEN, 6, 8)
+    assert (store.puts, store.owners) == ([GREEN], ["me"])
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,11 @@ from epd_cli.brokers import Brokers, NatsBroker, ValkeyBroker, embedded_brokers
 from epd_cli.connect import operator_client
 from epd_cli.nats_users import NATS_ROLES
 from epd_cli.status import status
+from epd_common.api_keys import ApiKey, hash_key
 from epd_common.bus import Bus
 from epd_common.health import ask_health
 from epd_common.protocol import Item, Media, ReplyData, ReplyEnd, decode_reply, encode, subjects
+from epd_common.protocol.keys import digest
 from fake_engine import answer_text
 from service_stack import ServiceStack, bare_stack, eventually, picture, stream_text, text_of
 
@@ -98,6 +100,7 @@ async def test_requests_files_and_cancels_work_and_nothing_is_refused(
     assert text_of(await stack.ask("encoded anew", two)) == answer_text("encoded anew", two)
     large = "x" * (2 << 20)  # above the bus's limit: by the media store
     assert text_of(await stack.ask(large)) == large
+    assert await stack.redis.keys("epd:v1:body:*") == [], "gone with its request"
 
     third = picture()
     made = await stack.http.post(
@@ -122,6 +125,45 @@ async def test_requests_files_and_cancels_work_and_nothing_is_refused(
     metrics = (await stack.http.get("/metrics")).text
     assert "epd_gateway_ledger_reachable 1.0" in metrics, "the gateway may use the ledger"
     assert 'epd_gateway_queue_oldest_seconds{stage="encode"}' in metrics
+    assert refusals(caplog) == []
+
+
+async def test_quotas_of_tenants_work_and_nothing_is_refused(
+    own: Brokers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    key = ApiKey(hash=hash_key(b"key"), tenant="of-rights")
+    async with bare_stack(own.nats_url, own.redis_url, tmp_path, by_role=own) as stack:
+        await stack.add_encoder()
+        await stack.add_pd()
+        for bound in (0, 10_000):  # the first one asks Valkey for its maxmemory
+            await stack.add_gateway(api_keys=(key,), tenant_media_bytes=bound)
+            stack.http.headers["authorization"] = "Bearer key"
+            await stack.ready()
+            data, large = picture(), "x" * (2 << 20)
+            form: dict[str, Any] = {"data": {"purpose": "vision"}, "files": {"file": ("a", data)}}
+            file = f"/v1/files/{(await stack.http.post('/v1/files', **form)).json()['id']}"
+            assert (await stack.http.get(f"{file}/content")).content == data
+            assert text_of(await stack.ask("again", data)) == answer_text("again", data)
+            assert (await stack.http.delete(file)).status_code == 200
+            status = (await stack.ask(large)).status_code
+            assert status == (413 if bound else 200)
+            assert await stack.redis.keys("epd:v1:body:*") == [], "gone with its request"
+            account = "epd:v1:held:of-rights:ends"
+            await stack.redis.zadd(account, {f"epd:v1:media:{digest(data)}": 1})
+            other = picture()
+            assert text_of(await stack.ask("one lapses", other)) == answer_text("one lapses", other)
+            assert await stack.redis.zrange(account, 0, -1) == [
+                f"epd:v1:media:{digest(other)}".encode()
+            ]
+            before = (await stack.redis.config_get("maxmemory"))["maxmemory"]
+            await stack.redis.config_set("maxmemory", 1)
+            try:
+                assert (await stack.ask("no room", picture())).status_code == 503
+            finally:
+                await stack.redis.config_set("maxmemory", before)
+            assert await stack.redis.zcard(account) == 1, "what found no room is not charged"
+            await stack.redis.delete(account, "epd:v1:held:of-rights:sizes")
     assert refusals(caplog) == []
 
 
@@ -369,13 +411,16 @@ REDIS_FORBIDDEN = {
         ("GET", "epd:v1:emb:k"),
         ("SET", "epd:v1:emb:k", "x"),
         ("GET", "epd:v1:body:b"),
+        ("DEL", "epd:v1:media:m"),
         ("HGETALL", "epd:v1:sizes:f"),
         ("SET", "other", "x"),
     ),
     "encoder": (
         ("GET", "epd:v1:body:b"),
-        ("GETEX", "epd:v1:file:f"),
+        ("GET", "epd:v1:file:f"),
         ("SET", "epd:v1:media:m", "x"),
+        ("GETEX", "epd:v1:media:m", "EX", "9"),
+        ("ZADD", "epd:v1:held:t:ends", "1", "m"),
         ("DEL", "epd:v1:emb:k"),
         ("ZADD", "epd:v1:waiting:k", "1", "r"),
         ("SET", "epd:v1:cancelled:r", "1"),
@@ -386,6 +431,7 @@ REDIS_FORBIDDEN = {
         ("SET", "epd:v1:body:b", "x"),
         ("SET", "epd:v1:file:f", "x"),
         ("DEL", "epd:v1:media:m"),
+        ("HDEL", "epd:v1:held:t:sizes", "m"),
         ("SET", "other", "x"),
     ),
     "operator": (("FLUSHALL",), ("SET", "other", "x"), ("ACL", "LIST"), ("SHUTDOWN", "NOSAVE")),

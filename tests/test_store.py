@@ -645,7 +645,7 @@ async def test_no_memory_left_is_full_and_then_unavailable(tmp_path: Path) -> No
         store = RedisEmbeddingStore(client, ttl_s=TTL_S)
         small = embedding()
         await store.put(small)
-        with pytest.raises(StoreFullError, match="no memory left") as caught:
+        with pytest.raises(StoreFullError, match="is full") as caught:
             for _ in range(3):
                 await store.put(embedding(9 * MB, given.header.key))
                 await store.put(embedding(9 * MB))

@@ -17,21 +17,30 @@ _WAITING = "(~epd:v1:waiting:* +zadd +zrem +pttl)"
 
 _LEDGER = "(~epd:v1:open:* +evalsha +zadd +zrem +zrangebyscore +hget +hgetall +hset +hdel +hincrby +pexpire)"
 
+_KEPT = "~epd:v1:media:* ~epd:v1:file:* ~epd:v1:body:*"
+_QUOTAS = (
+    "+info",  # maxmemory
+    f"(~epd:v1:held:* {_KEPT} +evalsha +pexpireat)",
+    "(~epd:v1:held:* +zadd +zrem +zscore +zrange +zrangebyscore +hget +hmget +hset +hdel +hincrby)",
+)
+
 VALKEY_ROLES: dict[str, tuple[str, ...]] = {
     "gateway": (
         _SCRIPTS,
         _STATES,
         _WAITING,
-        "(~epd:v1:media:* +getex +set +expire)",
-        "(~epd:v1:file:* +getex +set +del)",
-        "(%W~epd:v1:body:* +set)",
+        "(~epd:v1:media:* +get +set +expire +exists)",
+        "(~epd:v1:file:* +get +set +expire +exists +del)",
+        "(%W~epd:v1:body:* +set +del)",
+        "(%R~epd:v1:body:* +exists)",
         "(%R~epd:v1:sizes:* +hmget)",
         _LEDGER,
+        *_QUOTAS,
     ),
     "encoder": (
         _SCRIPTS,
         _STATES,
-        "(~epd:v1:media:* +getex)",
+        "(%R~epd:v1:media:* +get)",
         "(~epd:v1:emb:* +get +set +expire)",
         "(~epd:v1:begun:* +incrby +decrby +get +del +expire)",
     ),
@@ -39,8 +48,8 @@ VALKEY_ROLES: dict[str, tuple[str, ...]] = {
         _SCRIPTS,
         _STATES,
         _WAITING,
-        "(~epd:v1:media:* +getex +set +expire)",
-        "(~epd:v1:file:* +getex)",
+        "(~epd:v1:media:* +get +set +expire)",
+        "(~epd:v1:file:* +get +expire)",
         "(%R~epd:v1:body:* +get)",
         "(~epd:v1:emb:* +get +getex +set +expire +del)",
         "(~epd:v1:begun:* +incrby +decrby +get +del +expire)",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,12 +32,17 @@ logger = logging.getLogger(__name__)
 TAKE_OFF_S = 0.5
 """A cancelled job is taken off its queue within this time, or left for a worker to drop."""
 
+BODY_MARGIN_S = 10.0
+"""A large body stays in the media store so long after its request's deadline, as clocks differ: a worker that
+still takes the job says that it is late, not that the body is gone."""
+
 
 @dataclass(frozen=True, slots=True)
 class OrderContext:
     """What all jobs of one request have in common.
 
     Attributes:
+        owner: The tenant in whose quota its body is.
         background: They go behind those of others.
     """
 
@@ -46,6 +52,7 @@ class OrderContext:
     deadline: float = 0.0
     traceparent: str = ""
     scope: str = ""
+    owner: str = ""
     priority: int = 0
     background: bool = False
 
@@ -59,10 +66,12 @@ class OrderContext:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """What became of a request's keys, and its job's number in the queue."""
+    """What became of a request's keys, its job's number in the queue, and where its body lies if that was too
+    large for the job."""
 
     claims: list[Claim]
     sequence: int
+    body_ref: str = ""
 
 
 def encode_job(item: Item, epoch: int, context: OrderContext) -> EncodeJob:
@@ -176,12 +185,8 @@ class Orders:
                 await self._take_off(subjects.ENCODE_STREAM, sequence, context.request_id)
 
     async def publish_generate(self, job: GenerateJob, *, background: bool = False) -> int:
-        """Publish a generate job; its number in the queue. A body too large for a message goes to the media
-        store."""
+        """Publish a generate job; its number in the queue."""
         lane = BACKGROUND_LANE if background else generate_lane(len(job.items), job.priority)
-        if len(encode(job)) > self._bus.max_payload_bytes:
-            ref = await self._media.put_body(job.body)
-            job = msgspec.structs.replace(job, body=b"", body_ref=ref)
         return await self._bus.store(
             subjects.generate_subject(job.model, lane),
             job,
@@ -191,9 +196,29 @@ class Orders:
     async def submit(self, job: GenerateJob, context: OrderContext) -> Submitted:
         """Claim the job's keys, then publish its encode jobs and itself at the same moment.
 
+        A body too large for a message goes to the media store before, as there may be no room for it there.
+
         Raises:
             EpdError: something was not taken; then the request does not run.
         """
+        if len(encode(job)) <= self._bus.max_payload_bytes:
+            return await self._submit(job, context)
+        left_s = job.deadline + BODY_MARGIN_S - time.time() if job.deadline else JOB_MAX_AGE_S
+        ttl_s = math.ceil(min(max(left_s, 1.0), JOB_MAX_AGE_S))
+        ref = await self._media.put_body(job.body, ttl_s=ttl_s, owner=context.owner)
+        job = msgspec.structs.replace(job, body=b"", body_ref=ref)
+        try:
+            return await self._submit(job, context)
+        except BaseException:
+            await self.forget_body(ref, context)
+            raise
+
+    async def forget_body(self, ref: str, context: OrderContext) -> None:
+        """The request whose body lies there has ended."""
+        with contextlib.suppress(EpdError):  # then it goes when its time is over
+            await self._media.delete_body(ref, owner=context.owner)
+
+    async def _submit(self, job: GenerateJob, context: OrderContext) -> Submitted:
         claims = await self.claim(job.items, context)
         encodes = self.publish_encodes(job.items, claims, context)
         generate = self.publish_generate(job, background=context.background)
@@ -206,7 +231,7 @@ class Orders:
             )
             raise failures[0]
         assert isinstance(sequence, int)
-        return Submitted(claims, sequence)
+        return Submitted(claims, sequence, job.body_ref)
 
     async def withdraw(self, job: GenerateJob, sequence: int, reason: str) -> None:
         """Take a request back wherever it is: off its queue, from who works on it, and from who waits.

@@ -21,7 +21,7 @@ from epd_common.errors import BadRequestError, DeadlineError, NotFoundError, Una
 from epd_common.ingest import Ingest
 from epd_common.ingest.fitting import check_fits
 from epd_common.ingest.pipeline import Prepared
-from epd_common.orders import OrderContext, Orders
+from epd_common.orders import OrderContext, Orders, Submitted
 from epd_common.protocol import GenerateJob, Item, WorkerRecord
 from epd_common.replies import Reply, ReplyHub
 from epd_common.store import Claim, SizeTables
@@ -103,7 +103,7 @@ class Requester:
         *,
         timeout_s: float,
         scope: str = "",
-        files_of: str | None = None,
+        owner: str | None = None,
         priority: int = 0,
         entry: Entry | None = None,
         traceparent: str = "",
@@ -116,7 +116,8 @@ class Requester:
             body: OpenAI body, media as URLs, data URIs or file ids.
             timeout_s: The request's deadline from now.
             scope: Cache scope (tenant).
-            files_of: The tenant whose uploads the body may name, where that is not the scope.
+            owner: The tenant whose uploads the body may name, and in whose quota its media are, where that is
+                not the scope.
             priority: Lower is sooner.
             entry: Asked before anything is done for the request, and closed at its end.
             request_id: That nobody else has; one is made up where it is empty.
@@ -131,9 +132,10 @@ class Requester:
             deadline = time.time() + timeout_s
             stage_deadline = deadline - min(STAGE_MARGIN_S, timeout_s / 10)
             worker = self.worker_for(body)
+            owner = scope if owner is None else owner
             try:
                 async with asyncio.timeout(stage_deadline - time.time()) as bound:
-                    prepared = await self._prepare(route, body, worker, scope, files_of, entry)
+                    prepared = await self._prepare(route, body, worker, scope, owner, entry)
             except TimeoutError:
                 if not bound.expired():
                     raise
@@ -161,6 +163,7 @@ class Requester:
                     fingerprint=worker.fingerprint,
                     request_id=request_id,
                     scope=scope,
+                    owner=owner,
                     priority=priority,
                     deadline=stage_deadline,
                     traceparent=traceparent,
@@ -175,7 +178,7 @@ class Requester:
         body: dict[str, Any],
         worker: WorkerRecord,
         scope: str,
-        files_of: str | None,
+        owner: str,
         entry: Entry | None,
     ) -> Prepared:
         """The request, let in, its media stored, and nothing known against it.
@@ -189,7 +192,7 @@ class Requester:
             body=body,
             fingerprint=worker.fingerprint,
             scope=scope,
-            files_of=files_of,
+            owner=owner,
             special_tokens=worker.special_tokens,
             special_token_ids=worker.special_token_ids,
             modalities=worker.modalities,
@@ -223,12 +226,20 @@ class Requester:
             yield submitted.claims
         finally:
             if not reply.finished:
-                # What could not be submitted was withdrawn there.
                 reply.submitted = False
-                if submitting.exception() is None:
-                    sequence = submitting.result().sequence
-                    reason = "the requester went away"
-                    await whole(self._orders.withdraw(job, sequence, reason))
+            # What could not be submitted was withdrawn there.
+            if submitting.exception() is None:
+                submitted = submitting.result()
+                if submitted.body_ref or not reply.finished:
+                    await whole(self._end(job, context, submitted, reply))
+
+    async def _end(
+        self, job: GenerateJob, context: OrderContext, submitted: Submitted, reply: Reply
+    ) -> None:
+        if not reply.finished:
+            await self._orders.withdraw(job, submitted.sequence, "the requester went away")
+        if submitted.body_ref:
+            await self._orders.forget_body(submitted.body_ref, context)
 
     async def encode_early(self, item: Item, worker: WorkerRecord, *, scope: str) -> None:
         """Have an item encoded before any request asks for it."""

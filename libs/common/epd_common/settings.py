@@ -92,7 +92,8 @@ class CommonSettings(BaseSettings):
     media_ttl_s: int = Field(
         900,
         ge=10,
-        description="Seconds that media bytes stay in the media store after their last use.",
+        description="Seconds that media bytes stay in the media store after a request last sent or named "
+        "them.",
     )
     embedding_ttl_s: int = Field(
         900, ge=10, description="Seconds that an embedding stays in Redis after its last use."

@@ -193,7 +193,7 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
                 body,
                 timeout_s=timeout_s,
                 scope=caller.scope,
-                files_of=caller.tenant,
+                owner=caller.tenant,
                 priority=priority,
                 entry=edge.door.entry(caller, timeout_s=timeout_s),
                 traceparent=request.headers.get("traceparent", ""),

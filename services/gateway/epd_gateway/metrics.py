@@ -69,6 +69,12 @@ class GatewayMetrics:
             ("tenant", "outcome"),
             registry=self.registry,
         )
+        self.media_refused = Counter(
+            "epd_gateway_media_refused",
+            "Media and large bodies that were refused as their tenant has its bytes in the media store.",
+            ("tenant",),
+            registry=self.registry,
+        )
         self.open_cost = Gauge(
             "epd_gateway_open_cost",
             "Weighted tokens of all open requests of a model, of all gateways, as this one last saw it.",

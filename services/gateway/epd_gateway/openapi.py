@@ -24,7 +24,7 @@ _FAILURES: dict[int, str] = {
     409: "A request with this id is running already.",
     413: "A body, a picture or a count above its limit.",
     415: "Not the content type, or not the kind of media, that is taken.",
-    429: "A queue or a share is full.",
+    429: "A queue or a share is full, or the tenant has its bytes in the media store.",
     499: "Somebody cancelled the request.",
     500: "An unexpected error.",
     502: "A stage gave up.",

@@ -23,7 +23,7 @@ from epd_common.orders import Orders
 from epd_common.protocol import WorkerRecord, WorkerState, subjects
 from epd_common.replies import ReplyHub
 from epd_common.requester import Requester
-from epd_common.store import KeyStates, Ledger, MediaStore, SizeTables, open_redis
+from epd_common.store import KeyStates, Ledger, MediaQuotas, MediaStore, SizeTables, open_redis
 from epd_gateway.app import Edge, build_app
 from epd_gateway.auth import KeyRing
 from epd_gateway.door import Door
@@ -133,7 +133,16 @@ async def _edge(
     stack: AsyncExitStack, settings: GatewaySettings, keys: KeyRing, bus: Bus, redis: Redis
 ) -> Edge:
     limits = settings.ingest_limits()
-    media = MediaStore(redis, ttl_s=settings.media_ttl_s)
+    metrics = GatewayMetrics()
+    quotas = MediaQuotas(
+        redis,
+        bound_bytes=settings.tenant_media_bytes,
+        refused=lambda tenant: metrics.media_refused.labels(tenant).inc(),
+    )
+    if keys.required:
+        bound = await quotas.bound()
+        logger.info("bytes in the media store that a tenant may have: %s", bound or "any number")
+    media = MediaStore(redis, ttl_s=settings.media_ttl_s, quotas=quotas)
     pictures = await stack.enter_async_context(PictureChecker(limits))
     fetcher = await stack.enter_async_context(
         MediaFetcher(
@@ -155,7 +164,6 @@ async def _edge(
         sizes=SizeTables(redis),
         name=name,
     )
-    metrics = GatewayMetrics()
     door = Door(
         settings,
         ledger=await stack.enter_async_context(Ledger(redis)),

@@ -83,6 +83,14 @@ class GatewaySettings(IngestSettings):
         description="Cost of a token that a request may generate (`max_tokens`, or 512).",
     )
 
+    tenant_media_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes of pictures, recordings and large bodies that an API key's tenant may have in the "
+        "media store at once; beyond them 429. 0: a quarter of Valkey's `maxmemory`; no bound where it has "
+        "none.",
+    )
+
     @field_validator("api_keys_file", mode="before")
     @classmethod
     def _no_file(cls, value: object) -> object:

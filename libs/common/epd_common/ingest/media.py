@@ -24,10 +24,13 @@ Fetch = Callable[[str, str], Awaitable[FetchedMedia]]
 class MediaStore(Protocol):
     """Holds media bytes until encoders have read them."""
 
-    async def put(self, data: bytes, *, digest: str, content_type: str) -> str:
+    async def put(self, data: bytes, *, digest: str, content_type: str, owner: str) -> str:
         """Store the bytes, which may be there already, and return their reference: the digest.
 
         With another reference a client could give one picture's bytes the key of another.
+
+        Args:
+            owner: The tenant in whose quota they are, where tenants have one.
         """
         ...
 

@@ -76,7 +76,7 @@ class Ingest:
         body: dict[str, Any],
         fingerprint: str,
         scope: str,
-        files_of: str | None = None,
+        owner: str | None = None,
         special_tokens: Sequence[str],
         special_token_ids: Sequence[int] = (),
         modalities: Sequence[str],
@@ -89,7 +89,8 @@ class Ingest:
             body: The OpenAI body; it is not changed.
             fingerprint: Of the model that will read the media.
             scope: Whose cache entries these may be (tenant).
-            files_of: The tenant whose uploads the body may name, where that is not the scope.
+            owner: The tenant whose uploads the body may name, and in whose quota its media are, where that is
+                not the scope.
             special_tokens: What no text may hold.
             special_token_ids: Their ids, in the same order.
             modalities: What the model takes beside text.
@@ -103,8 +104,7 @@ class Ingest:
         check_items(items, found.parts, self._limits.max_inline_bytes)
         check_modalities(found.parts, items, modalities, found.processor_args)
         keying = Keying(fingerprint, scope, found.processor_args)
-        owner = scope if files_of is None else files_of
-        loaded = await self._load_all(found.parts, items, keying, owner)
+        loaded = await self._load_all(found.parts, items, keying, scope if owner is None else owner)
         distinct: dict[str, Item] = {}
         numbers: dict[str, int] = {}
         for part in found.parts:
@@ -113,13 +113,15 @@ class Ingest:
             part.reference["item"] = numbers.setdefault(item.key, len(numbers))
         return Prepared(found.body, list(distinct.values()))
 
-    async def admit(self, data: bytes, *, declared: str = "", place: str) -> StoredFile:
-        """Check one picture and store it: what an upload needs."""
-        return await self._admit(data, await _digest(data), "image", declared, place)
+    async def admit(self, data: bytes, *, declared: str = "", place: str, owner: str) -> StoredFile:
+        """Check one picture and store it, in the quota of the tenant ``owner``: what an upload needs."""
+        media = FetchedMedia(data, declared)
+        return await self._admit(media, await _digest(data), "image", place, owner)
 
     async def _admit(
-        self, data: bytes, media_digest: str, modality: Modality, declared: str, place: str
+        self, media: FetchedMedia, media_digest: str, modality: Modality, place: str, owner: str
     ) -> StoredFile:
+        data, declared = media.data, media.content_type
         width = height = 0
         if modality == "image":
             picture = await self._pictures.check(data, declared=declared, place=place)
@@ -129,7 +131,9 @@ class Ingest:
             content_type = check_recording(
                 data, modality, declared=declared, max_bytes=limit, place=place
             )
-        ref = await self._media.put(data, digest=media_digest, content_type=content_type)
+        ref = await self._media.put(
+            data, digest=media_digest, content_type=content_type, owner=owner
+        )
         return StoredFile(
             digest=media_digest,
             ref=ref,
@@ -153,7 +157,7 @@ class Ingest:
             same = (modality, media_digest)
             if same not in admitted:
                 admitted[same] = group.create_task(
-                    self._admit(media.data, media_digest, modality, media.content_type, place)
+                    self._admit(media, media_digest, modality, place, owner)
                 )
             return await admitted[same]
 

@@ -9,6 +9,7 @@ from epd_common.store.base import EmbeddingStore, StoreFullError
 from epd_common.store.embedding import Embedding, EmbeddingHeader, IntegrityError
 from epd_common.store.ledger import Ledger
 from epd_common.store.media import MediaStore, StoredFile, UploadedFile
+from epd_common.store.quotas import MediaQuotas
 from epd_common.store.redis_client import open_redis
 from epd_common.store.redis_store import RedisEmbeddingStore
 from epd_common.store.sizes import SizeTable, SizeTables
@@ -23,6 +24,7 @@ __all__ = [
     "IntegrityError",
     "KeyStates",
     "Ledger",
+    "MediaQuotas",
     "MediaStore",
     "RedisEmbeddingStore",
     "SizeTable",

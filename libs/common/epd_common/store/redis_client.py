@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,11 +12,16 @@ import redis.exceptions
 from redis.asyncio import BlockingConnectionPool, Redis
 
 from epd_common.errors import UnavailableError
+from epd_common.seldom import Seldom
 from epd_common.store.base import StoreFullError
+
+logger = logging.getLogger(__name__)
 
 SOCKET_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
 """Of one process; in a burst further ones wait for one of these."""
+
+_FULL = Seldom(every_s=60.0)
 
 
 @contextlib.asynccontextmanager
@@ -53,10 +59,13 @@ def redis_errors() -> Iterator[None]:
     try:
         yield
     except redis.exceptions.OutOfMemoryError as error:
+        if _FULL.now():
+            logger.error(
+                "Redis has no memory left (maxmemory with noeviction), so requests with media are refused; "
+                "raise maxmemory, or shorten EPD_EMBEDDING_TTL_S and EPD_MEDIA_TTL_S"
+            )
         raise StoreFullError(
-            "Redis has no memory left (maxmemory with noeviction); raise maxmemory or shorten "
-            "EPD_EMBEDDING_TTL_S and EPD_MEDIA_TTL_S",
-            retry_after_s=1.0,
+            "the store of media and embeddings is full; try again later", retry_after_s=1.0
         ) from error
     except redis.exceptions.NoPermissionError as error:
         raise UnavailableError(

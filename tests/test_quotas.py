@@ -286,17 +286,17 @@ async def test_the_bound_is_a_part_of_maxmemory(
 ) -> None:
     async with open_redis(own.redis_url) as admin, open_redis(own.redis.url_for("gateway")) as r:
         tenant = Tenant(r, bound=0)
-        assert await tenant.quotas.bound() == 256 << 20
+        assert await tenant.quotas.bound.bytes() == 256 << 20
         await admin.config_set("maxmemory", 0)
-        assert await tenant.quotas.bound() == 256 << 20, "it is not asked each time"
-        monkeypatch.setattr("epd_common.store.quotas.LOOK_S", 0.0)
+        assert await tenant.quotas.bound.bytes() == 256 << 20, "it is not asked each time"
+        monkeypatch.setattr("epd_common.store.maxmemory.LOOK_S", 0.0)
         assert await Tenant(r, bound=0).quotas.of("a") is None
         await admin.config_set("maxmemory", 1 << 30)
-        assert await Tenant(r, bound=5).quotas.bound() == 5
+        assert await Tenant(r, bound=5).quotas.bound.bytes() == 5
         tenant = Tenant(r, bound=0)
-        assert await tenant.quotas.bound() == 256 << 20
+        assert await tenant.quotas.bound.bytes() == 256 << 20
         await admin.config_set("maxmemory", 1 << 20)
-        assert await tenant.quotas.bound() == 256 << 10
+        assert await tenant.quotas.bound.bytes() == 256 << 10
         await admin.config_set("maxmemory", 1 << 30)
 
 

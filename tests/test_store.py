@@ -642,7 +642,7 @@ async def test_no_memory_left_is_full_and_then_unavailable(tmp_path: Path) -> No
         embedded_brokers(tmp_path, nats=False, redis_maxmemory_bytes=12 * MB) as brokers,
         open_redis(brokers.redis_url) as client,
     ):
-        store = RedisEmbeddingStore(client, ttl_s=TTL_S)
+        store = RedisEmbeddingStore(client, ttl_s=TTL_S, bound_bytes=64 * MB)
         small = embedding()
         await store.put(small)
         with pytest.raises(StoreFullError, match="is full") as caught:

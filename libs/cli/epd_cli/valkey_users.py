@@ -24,6 +24,13 @@ _QUOTAS = (
     "(~epd:v1:held:* +zadd +zrem +zscore +zrange +zrangebyscore +hget +hmget +hset +hdel +hincrby)",
 )
 
+_ROOM = (
+    "+info",  # maxmemory
+    "(~epd:v1:embs:* +evalsha +zadd +zrem +zscore +zrange +zrangebyscore)",
+    "(~epd:v1:embs:* +hget +hset +hdel +hincrby +pexpire)",
+    "(~epd:v1:emb:* +unlink)",
+)
+
 VALKEY_ROLES: dict[str, tuple[str, ...]] = {
     "gateway": (
         _SCRIPTS,
@@ -42,6 +49,7 @@ VALKEY_ROLES: dict[str, tuple[str, ...]] = {
         _STATES,
         "(%R~epd:v1:media:* +get)",
         "(~epd:v1:emb:* +get +set +expire)",
+        *_ROOM,
         "(~epd:v1:begun:* +incrby +decrby +get +del +expire)",
     ),
     "pd": (
@@ -52,6 +60,7 @@ VALKEY_ROLES: dict[str, tuple[str, ...]] = {
         "(~epd:v1:file:* +get +expire)",
         "(%R~epd:v1:body:* +get)",
         "(~epd:v1:emb:* +get +getex +set +expire +del)",
+        *_ROOM,
         "(~epd:v1:begun:* +incrby +decrby +get +del +expire)",
         "(~epd:v1:sizes:* +hmget +hlen +hset +expire)",
         "(~epd:v1:cancelled:* +set +exists)",

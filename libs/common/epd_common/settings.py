@@ -201,6 +201,12 @@ class WorkerSettings(CommonSettings):
         description="Seconds that a job of lanes `l1`, `l2` and `l3` waits longer than one of `l0`, at most. "
         "`0,0,0`: the oldest job comes first, whatever its lane.",
     )
+    redis_embedding_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes of all embeddings in Valkey together, alike for all workers, beyond which the "
+        "least recently used go. 0: half of Valkey's `maxmemory`, and no bound where it has none.",
+    )
     stall_s: float = Field(
         120.0,
         ge=0,

@@ -444,7 +444,13 @@ async def connect(
     worker.shows("arena", arena.report)
     remote: list[EmbeddingStore] = []
     if "redis" in settings.stores:
-        remote.append(RedisEmbeddingStore(redis, ttl_s=settings.embedding_ttl_s))
+        remote.append(
+            RedisEmbeddingStore(
+                redis,
+                ttl_s=settings.embedding_ttl_s,
+                bound_bytes=settings.redis_embedding_bytes,
+            )
+        )
     return Connections(
         settings=settings,
         bus=bus,

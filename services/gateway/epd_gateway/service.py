@@ -140,7 +140,7 @@ async def _edge(
         refused=lambda tenant: metrics.media_refused.labels(tenant).inc(),
     )
     if keys.required:
-        bound = await quotas.bound()
+        bound = await quotas.bound.bytes()
         logger.info("bytes in the media store that a tenant may have: %s", bound or "any number")
     media = MediaStore(redis, ttl_s=settings.media_ttl_s, quotas=quotas)
     pictures = await stack.enter_async_context(PictureChecker(limits))

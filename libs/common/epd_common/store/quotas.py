@@ -11,7 +11,6 @@ Every path that gives bytes a longer life must go through here; reading them giv
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from redis.asyncio import Redis
 
 from epd_common.errors import BusyError, EpdError, TooLargeError
 from epd_common.store.base import StoreFullError
+from epd_common.store.maxmemory import MemoryShare
 from epd_common.store.redis_client import redis_errors
 
 CODE = "tenant_over_media_bytes"
@@ -28,9 +28,6 @@ SHARE = 4
 ENTRY_BYTES = 1024
 """Charged for each entry beside its bytes. Measured in Valkey 9.1: a picture of 70 bytes takes 490, of which
 the account's entries are 260; an upload's record takes about 400 beside its own bytes."""
-
-LOOK_S = 60.0
-"""Seconds between looks at ``maxmemory``, which may be changed while Valkey runs."""
 
 RETRY_BOUNDS_S = (1.0, 60.0)
 
@@ -135,9 +132,7 @@ class MediaQuotas:
 
     def __init__(self, redis: Redis, *, bound_bytes: int, refused: Callable[[str], None]) -> None:
         self._redis = redis
-        self._fixed = bound_bytes
-        self._share: int | None = None
-        self._look_at = 0.0
+        self.bound = MemoryShare(redis, fixed_bytes=bound_bytes, part=SHARE)
         self.refused = refused
         self.admit = redis.register_script(_ADMIT)
         self.renew = redis.register_script(_RENEW)
@@ -146,20 +141,9 @@ class MediaQuotas:
 
     async def of(self, tenant: str) -> MediaQuota | None:
         """A tenant's quota; None where there is no bound, or no tenant."""
-        if not tenant or not (bound := await self.bound()):
+        if not tenant or not (bound := await self.bound.bytes()):
             return None
         return MediaQuota(self, self._redis, tenant, bound)
-
-    async def bound(self) -> int:
-        """Bytes that a tenant may have; 0: there is no bound."""
-        if self._fixed:
-            return self._fixed
-        if self._share is None or time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + LOOK_S  # at once: others go by what was seen before
-            with redis_errors():
-                found = await self._redis.info("memory")
-            self._share = -(-int(found.get("maxmemory", 0)) // SHARE)
-        return self._share
 
 
 class MediaQuota:

@@ -1,7 +1,8 @@
 """Embeddings in Valkey or Redis, for PD workers on other nodes.
 
 Payloads go in chunks, as single values over 8 MB are slow; the header is written last, so an embedding
-is there once its header is. Every value has the same time to live, renewed at each use.
+is there once its header is. Every value has the same time to live, renewed at each use; where there is no
+room for more, those that were not used for the longest time go (``embedding_room.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from epd_common.store.embedding import (
     pack_header,
     unpack_header,
 )
+from epd_common.store.embedding_room import EmbeddingRoom
 from epd_common.store.redis_client import as_bytes, redis_errors
 
 logger = logging.getLogger(__name__)
@@ -30,22 +32,29 @@ class RedisEmbeddingStore:
 
     Args:
         ttl_s: Seconds that an embedding stays after its last use.
+        bound_bytes: Of all embeddings; see ``EmbeddingRoom``.
     """
 
     name = "redis"
 
-    def __init__(self, redis: Redis, *, ttl_s: int) -> None:
+    def __init__(self, redis: Redis, *, ttl_s: int, bound_bytes: int = 0) -> None:
         self._redis = redis
         self._ttl_s = ttl_s
+        self.room = EmbeddingRoom(
+            redis, bound_bytes=bound_bytes, ttl_s=ttl_s, prefix=_PREFIX, chunk_bytes=CHUNK_BYTES
+        )
 
     async def put(self, embedding: Embedding) -> None:
         key = embedding.header.key
         payload = embedding.payload
+        await self.room.make(key, payload.nbytes)
         with redis_errors():
             for start in range(0, payload.nbytes, CHUNK_BYTES):
                 name = _chunk(key, start // CHUNK_BYTES)
                 await self._redis.set(name, payload[start : start + CHUNK_BYTES], ex=self._ttl_s)
             await self._redis.set(_head(key), pack_header(embedding.header), ex=self._ttl_s)
+        if not await self.room.touch(key):  # others took its room while it was written
+            await self.room.make(key, payload.nbytes)
 
     async def get(self, key: str) -> Embedding | None:
         with redis_errors():
@@ -59,8 +68,9 @@ class RedisEmbeddingStore:
                 await asyncio.to_thread(embedding.verify)
             except IntegrityError as error:
                 logger.warning("dropping a damaged embedding: %s", error, extra={"key": key})
-                await self._redis.delete(_head(key))
+                await self.delete(key)
                 return None
+        await self.room.touch(key)
         return embedding
 
     async def _payload(self, key: str, size: int) -> bytearray:
@@ -85,12 +95,16 @@ class RedisEmbeddingStore:
             pipe = self._redis.pipeline(transaction=False)
             for name in (*names, _head(key)):
                 pipe.expire(name, self._ttl_s)
-            return all(await pipe.execute())
+            if not all(await pipe.execute()):
+                return False
+        await self.room.touch(key)
+        return True
 
     async def delete(self, key: str) -> None:
         """Forget it. Without its header an embedding is not there; its chunks go with their time."""
         with redis_errors():
             await self._redis.delete(_head(key))
+        await self.room.forget(key)
 
     async def used_bytes(self) -> int:
         total = 0

@@ -149,7 +149,7 @@ async def test_server_that_refuses_is_told(
     async with scripted_server(lambda body: refusal) as server:
         code = await epd_bench_here("--url", server.url, "--no-plots", *LIGHT)
     shown = capsys.readouterr().err
-    assert code == 2 and "400 bad" in shown and "no such field" in shown
+    assert code == 2 and "the first request failed (400 bad)" in shown and "no such field" in shown
     assert files_below(folder) == []
 
 

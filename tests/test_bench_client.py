@@ -49,6 +49,7 @@ async def test_times_are_those_of_the_server() -> None:
         assert not outcome.failure and outcome.output_tokens == 5 and outcome.usage
         assert outcome.ttft_s >= first_s and outcome.tpot_s >= each_s
         assert outcome.e2e_s >= first_s + 4 * each_s
+        assert outcome.ttft_s < outcome.e2e_s - 2 * each_s
         assert len(outcome.gaps_s) == 4 and min(outcome.gaps_s) > each_s / 2
         assert (outcome.prompt_tokens, outcome.images) == (7, 1)
     assert fast.ttft_s < slow.ttft_s and fast.tpot_s < slow.tpot_s and fast.e2e_s < slow.e2e_s
@@ -116,6 +117,18 @@ async def test_closed_loop_has_so_many_at_a_time() -> None:
         _, found = await outcomes_of(server, Pace(users=3, requests=12))
     assert server.most_open == 3
     assert len(found) == 12 and not any(outcome.failure for outcome in found)
+
+
+async def test_several_servers_are_asked_in_turn() -> None:
+    script = tokens(1, first_s=0, each_s=0)
+    async with (
+        scripted_server(lambda body: script) as one,
+        scripted_server(lambda body: script) as two,
+    ):
+        async with Client(f"{one.url}/v1, {two.url}") as client:
+            for request in itertools.islice(generate(LIGHT, 1), 6):
+                await client.ask(request, b"{}")
+        assert len(one.bodies) == len(two.bodies) == 3
 
 
 async def test_duration_ends_the_sending() -> None:

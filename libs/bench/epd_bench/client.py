@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -56,18 +57,22 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 class Client:
-    """Asks one server. An async context manager.
+    """Asks one server, or several in turn. An async context manager.
 
     Args:
-        url: Of the server, with or without ``/v1``.
+        url: Of the server, with or without ``/v1``; several with commas between them.
         api_key: Sent as a bearer token, if any.
         timeout_s: A request that takes longer has failed.
     """
 
     def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 120.0) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if not self.url.startswith(("http://", "https://")):
-            raise BenchError(f"{url!r} is no address of a server; write http://HOST:PORT")
+        urls = [one.strip().rstrip("/").removesuffix("/v1") for one in url.split(",")]
+        for one in urls:
+            if not one.startswith(("http://", "https://")):
+                raise BenchError(f"{one!r} is no address of a server; write http://HOST:PORT")
+        self.url = ",".join(urls)
+        self._first = urls[0]
+        self._turns = itertools.cycle(urls)
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -93,12 +98,12 @@ class Client:
         await self._session.close()
 
     async def models(self) -> list[str]:
-        """The models that the server says it has.
+        """The models that the first server says it has.
 
         Raises:
             BenchError: it does not answer, or not like an OpenAI-compatible server.
         """
-        url = f"{self.url}/v1/models"
+        url = f"{self._first}/v1/models"
         try:
             async with asyncio.timeout(_ASK_S), self._session.get(url) as response:
                 text = await response.text()
@@ -130,7 +135,7 @@ class Client:
         )
         began = time.monotonic()
         try:
-            async with self._session.post(f"{self.url}{CHAT}", data=body) as response:
+            async with self._session.post(f"{next(self._turns)}{CHAT}", data=body) as response:
                 outcome.status = response.status
                 if response.status == 200:
                     async for data in response.content.iter_any():

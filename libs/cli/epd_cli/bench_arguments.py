@@ -16,7 +16,11 @@ DEFAULT_REQUESTS = 100
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``epd bench``."""
     target = parser.add_argument_group("the server")
-    target.add_argument("--url", default="", help="default: the gateway that `epd up` started")
+    target.add_argument(
+        "--url",
+        default="",
+        help="several with commas are asked in turn; default: the gateway that `epd up` started",
+    )
     target.add_argument("--model", default="", help="default: the only one that is served")
     target.add_argument("--api-key", default="", help="default: OPENAI_API_KEY")
     target.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")

@@ -34,6 +34,9 @@ from epd_common.errors import EpdError
 from epd_common.telemetry.logs import configure_logging
 from epd_sim.profiles import PROFILES
 
+_WIDTH = 140
+"""Columns where there is no terminal."""
+
 
 def main() -> int:
     arguments = _parser().parse_args()
@@ -152,7 +155,7 @@ async def run(plan: Plan, arguments: argparse.Namespace) -> int:
             found.append(await measure(plan, name, number, arguments.seed + number))
             print(f"  {_in_short(found[-1])}", file=sys.stderr, flush=True)
     rows = compare(found, systems)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(
         f"{plan.workload.name}: {plan.workload.about}\n{plan.shape.encoders} encoders, "
         f"{plan.shape.pds} PD workers, {plan.shape.profile} x {plan.shape.time_scale:g}, "

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.baseline.measure import Measurement, compare
+from bench.baseline.measure import Measurement, Plan, compare, measure
 from bench.baseline.sim_server import make_app
 from bench.baseline.systems import SYSTEMS, Shape, System
+from bench.compare import main as compare_main
 from bench.vllm_source import PROXY, SourceError, fetch
+from epd_bench.builtin import RandomMm, find_workload
+from epd_bench.options import Pace
+from epd_bench.slo import parse_slo
 from epd_bench.summary import Summary, quantiles
 from epd_sim.answers import expected_answer
 from service_stack import CHAT, image_part, picture, request_body, stream_text, text_of
@@ -225,4 +230,45 @@ async def test_proxy_fails_without_one_of_its_encoders_and_ours_does_not() -> No
         ):
             system.kill_encoder()
             statuses[name] = (await client.post(CHAT, json=body)).status_code
+            assert (await system.read()).counts["encoded"] > 0, "of those that live"
     assert statuses == {"ours": 200, "proxy": 502}
+
+
+@pytest.mark.slow
+async def test_encoder_killed_in_the_middle_of_a_measurement() -> None:
+    await asyncio.to_thread(proxy_or_skip)
+    plan = Plan(
+        shape=Shape(encoders=2, pds=1, profile="instant"),
+        workload=find_workload("random-mm", RandomMm(sizes="56x56", text=10, output=3)),
+        slo=parse_slo("default"),
+        pace=Pace(rate=20.0, requests=60),
+        search=None,
+        timeout_s=30.0,
+        kill_encoder=True,
+    )
+    ours, proxy = [await measure(plan, name, 0, 1) for name in ("ours", "proxy")]
+    assert ours.summary is not None and proxy.summary is not None
+    assert not ours.summary.failures and ours.summary.answered == 60
+    assert 5 < sum(proxy.summary.failures.values()) < 30, "each second one from the middle on"
+    assert ours.use is not None and ours.use.cpu_s["gateway"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--rate", "1", "--goodput"), "exclude each other"),
+        (("--rounds", "0"), "--rounds must be above 0"),
+        (("--kill-encoder", "--encoders", "1"), "needs two encoders"),
+        (("--systems", "ours,theirs"), "there is no theirs"),
+        (("--workload", "nix"), "no workload 'nix'"),
+    ],
+)
+def test_comparison_refuses_nonsense(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    told: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare", *arguments])
+    assert compare_main() == 2
+    assert told in capsys.readouterr().err

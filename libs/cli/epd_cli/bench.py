@@ -156,7 +156,10 @@ class LocalStack:
             for view in registry.workers():
                 if not view.alive or view.record.role == "gateway":
                     continue
-                answer: dict[str, Any] = await ask_health(bus, view.record.worker)
+                try:
+                    answer: dict[str, Any] = await ask_health(bus, view.record.worker)
+                except TimeoutError:  # it has died since its last heartbeat, and its counts with it
+                    continue
                 for name in COUNTS:
                     counts[name] += answer.get("counters", {}).get(name, 0)
         return Reading(cpu_s=cpu_seconds(pids), counts=counts)

@@ -50,6 +50,8 @@ def main() -> int:
     except (EpdError, SourceError) as error:
         print(f"bench.compare: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # what was started has been ended
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,7 +143,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 async def run(plan: Plan, arguments: argparse.Namespace) -> int:
-    """All rounds, then the table; the JSON file is written after each measurement."""
+    """All rounds, then the table and the JSON file."""
     systems = arguments.systems.split(",")
     if unknown := set(systems) - SYSTEMS.keys():
         raise BenchError(

@@ -161,6 +161,7 @@ async def test_without_a_server_or_a_stack(
     assert code == 2 and "--url is not given" in shown and "epd up" in shown
 
 
+@pytest.mark.slow
 async def test_our_own_stack_is_looked_into(tmp_path: Path) -> None:
     options = StackOptions(
         engine="sim",

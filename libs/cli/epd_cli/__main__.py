@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import uvloop
+
+from epd_cli.bench_arguments import add_bench_arguments
 from epd_cli.key import add_key_arguments, run_key
 from epd_common.errors import EpdError
 from epd_common.settings import SettingsError
@@ -26,7 +30,9 @@ def main() -> None:
     arguments = parser.parse_args()
     configure_logging("warning", "text")
     try:
-        sys.exit(asyncio.run(arguments.run(arguments)))
+        # The loop of the services, as the client of `epd bench` must be light.
+        run = uvloop.run if arguments.command == "bench" else asyncio.run
+        sys.exit(run(arguments.run(arguments)))
     except (EpdError, SettingsError) as error:
         print(f"epd {arguments.command}: {error}", file=sys.stderr)
         sys.exit(1)
@@ -62,6 +68,12 @@ def _parser() -> argparse.ArgumentParser:
             _dlq_arguments,
             _dlq,
             "Look at the jobs that were given up, and what to do with them.",
+        ),
+        (
+            "bench",
+            add_bench_arguments,
+            _bench,
+            "Measure a server; exit code 2 where nothing could be.",
         ),
         ("key", add_key_arguments, run_key, "Make API keys for the gateway."),
         ("doctor", _broker_arguments, _doctor, "Check what this machine has, and the brokers."),
@@ -300,6 +312,14 @@ async def _dlq(arguments: argparse.Namespace) -> int:
             return await dlq.requeue_letters(nats_url, numbers, timeout_s=arguments.timeout)
         case _:
             return await dlq.drop_letters(nats_url, arguments.number)
+
+
+async def _bench(arguments: argparse.Namespace) -> int:
+    if importlib.util.find_spec("aiohttp") is None:
+        raise EpdError("it needs the extra `bench`: install `epdflow[bench]`")
+    from epd_cli.bench import run_bench
+
+    return await run_bench(arguments)
 
 
 async def _doctor(arguments: argparse.Namespace) -> int:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from epd_common.decoding.pictures import CorruptError, TooManyPixelsError, decode
 from epd_common.engines import EngineInfo, OnSized, Progress, StagedEmbedding
-from epd_common.errors import UpstreamError
+from epd_common.errors import BadRequestError, UpstreamError
 from epd_common.tasks import end
 from epd_sim.device import Device, PunctualSleep, Sleep
 from epd_sim.embedding import DTYPE
@@ -22,6 +23,9 @@ from epd_sim.sizing import size_of
 from epd_sim.tower import Tower
 
 logger = logging.getLogger(__name__)
+
+MAX_PIXELS = 200_000_000
+"""Of a picture that is decoded; who lets requests in has smaller bounds."""
 
 MODALITIES = ("image", "video", "audio")
 SPECIAL_TOKENS = ("<|image_pad|>", "<|im_end|>", "<|im_start|>", "<|vision_start|>")
@@ -36,10 +40,13 @@ class SimOptions:
     Attributes:
         served: Name that clients use.
         revision: Part of the fingerprint, as with a real model.
+        decodes: Whether pictures are decoded before they are encoded, as a real engine does; it takes
+            real time, and the pixels are thrown away.
     """
 
     served: str
     revision: str = ""
+    decodes: bool = False
     profile: Profile
     plan: FaultPlan = field(default_factory=FaultPlan)
 
@@ -129,6 +136,8 @@ class SimEngine:
             patch=self._profile.patch,
             max_rows=self._profile.max_rows,
         )
+        if self._options.decodes and modality == "image":
+            await asyncio.to_thread(_decode, data)
         await on_sized(size.metadata)
         try:
             return await self._tower.encode(key, data, size)
@@ -158,6 +167,15 @@ class SimEngine:
         """Nothing works any more; who waits is told."""
         self._alive = False
         self._tower.die()
+
+
+def _decode(data: bytes) -> None:
+    try:
+        decode(data, MAX_PIXELS)
+    except (CorruptError, TooManyPixelsError) as error:
+        raise BadRequestError(
+            f"the picture cannot be decoded: {error}", code="invalid_image", stage="encode"
+        ) from error
 
 
 def sim_fingerprint(options: SimOptions) -> str:

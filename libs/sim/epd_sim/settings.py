@@ -26,6 +26,11 @@ class SimSettings(WorkerSettings):
     sim_time_scale: float = Field(
         1.0, ge=0, description="All times of the profile are multiplied by it."
     )
+    sim_decode: bool = Field(
+        False,
+        description="Decode each picture before it is encoded, as a real engine does: for benchmarks, as it "
+        "costs real CPU.",
+    )
     sim_fault_workers: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Comma-separated `EPD_WORKER_ID`s of those that the faults below are for. Empty: all.",
@@ -76,6 +81,7 @@ class SimSettings(WorkerSettings):
         return SimOptions(
             served=self.model_name,
             revision=self.revision,
+            decodes=self.sim_decode,
             profile=dataclasses.replace(profile_named(self.sim_profile), time_scale=scale),
             plan=self._fault_plan(),
         )

@@ -182,6 +182,7 @@ class Encoding:
                 missing_ok=True
             )  # a full arena must not fill up with what it refused
         self._counters["encoded"] += 1
+        self._counters["embedding_bytes"] += staged.header.payload_bytes
         if self._remote:
             published = await self._arena.get(job.key)
             if published is not None:

@@ -24,6 +24,8 @@ from epd_common.engines import (
     Told,
 )
 from epd_common.errors import BadRequestError, UpstreamError
+from epd_common.ingest.body import RESPONSES
+from epd_common.ingest.contents import parts_of
 from epd_common.ingest.parts import text_of
 from epd_common.store import Arena
 from epd_common.store.arena import map_embedding
@@ -228,7 +230,9 @@ class FakePdEngine:
             else:
                 await self._hold()
                 yield AnswerHead(200, "application/json")
-                yield AnswerPiece(_whole(route, self._words(body, placeholders), body["model"]))
+                yield AnswerPiece(
+                    _whole(route, self._words(route, body, placeholders), body["model"])
+                )
             done = True
         finally:
             self.running.discard(request_id)
@@ -239,9 +243,16 @@ class FakePdEngine:
         self, route: str, body: dict[str, Any], placeholders: list[Placeholder]
     ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         yield AnswerHead(200, "text/event-stream; charset=utf-8")
+        if route == RESPONSES:
+            yield _numbered("response.created", 0)
+            await self._hold()
+            for number, word in enumerate(self._words(route, body, placeholders)):
+                yield _numbered("response.output_text.delta", number + 1, (number,), delta=word)
+            yield _numbered("response.completed", number + 2)
+            return
         yield _event({"object": "chat.completion.chunk", "choices": [{"delta": {"content": ""}}]})
         await self._hold()
-        for number, word in enumerate(self._words(body, placeholders)):
+        for number, word in enumerate(self._words(route, body, placeholders)):
             yield _event({"choices": [{"delta": {"content": word}}]}, (number,))
         yield AnswerPiece(b"data: [DONE]\n\n")
 
@@ -250,12 +261,11 @@ class FakePdEngine:
         if not self.alive:
             raise UpstreamError("the fake engine died", stage="generate")
 
-    def _words(self, body: dict[str, Any], placeholders: list[Placeholder]) -> list[str]:
+    def _words(
+        self, route: str, body: dict[str, Any], placeholders: list[Placeholder]
+    ) -> list[str]:
         """Read late, when all was held: an embedding that went away meanwhile is missed."""
-        parts: list[Any] = [body.get("prompt")]
-        for message in body.get("messages", []):
-            content = message["content"]
-            parts.extend(content if isinstance(content, list) else [content])
+        parts: list[Any] = [body.get("prompt"), *parts_of(route, body)]
         words: list[str] = []
         for part in parts:
             if isinstance(part, dict) and part["type"] == "media_ref":
@@ -297,8 +307,17 @@ class FakePdEngine:
 
 def _whole(route: str, words: list[str], model: str) -> bytes:
     text = "".join(words)
+    if route == RESPONSES:
+        content = [{"type": "output_text", "text": text}]
+        output = [{"type": "message", "role": "assistant", "content": content}]
+        return json.dumps({"object": "response", "model": model, "output": output}).encode()
     choice = {"text": text} if route == "/v1/completions" else {"message": {"content": text}}
     return json.dumps({"object": "answer", "model": model, "choices": [choice]}).encode()
+
+
+def _numbered(kind: str, number: int, tokens: tuple[int, ...] = (), **fields: Any) -> AnswerPiece:
+    event = json.dumps({"type": kind, "sequence_number": number, **fields})
+    return AnswerPiece(f"event: {kind}\ndata: {event}\n\n".encode(), tokens)
 
 
 def _event(chunk: dict[str, Any], tokens: tuple[int, ...] = ()) -> AnswerPiece:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from epd_common.errors import UpstreamError
+from epd_common.ingest.body import CHAT, COMPLETIONS
 from epd_common.protocol import Item, Media
 from epd_common.store import EmbeddingHeader
 from epd_pd.admission import Admission, may_enter, text_before_first_item
@@ -61,8 +62,8 @@ def test_text_before_the_first_item() -> None:
             },
         ]
     }
-    assert text_before_first_item(body) == 8
-    assert text_before_first_item({"prompt": "no messages"}) == 0
+    assert text_before_first_item(CHAT, body) == 8
+    assert text_before_first_item(COMPLETIONS, {"prompt": "no messages"}) == 0
 
 
 async def test_incomplete_requests_are_bounded_and_complete_ones_are_not() -> None:

@@ -32,6 +32,8 @@ from epd_common.bus import Bus, Delivery
 from epd_common.health import ask_health
 from epd_common.ingest import FetchedMedia, Ingest, IngestLimits, PictureChecker
 from epd_common.ingest.body import CHAT, RESPONSES
+from epd_common.ingest.contents import PROMPT_FIELDS
+from epd_common.ingest.data_uri import make_data_uri
 from epd_common.protocol import (
     EmbeddingEvent,
     Item,
@@ -317,7 +319,17 @@ async def _by_job_with_a_data_uri(stack: ServiceStack, data: bytes) -> None:
     await _by_job(stack, data, image_part(data))
 
 
-WAYS = (_by_url, _by_file, _by_inline_job, _by_job_with_a_data_uri)
+async def _by_response(stack: ServiceStack, data: bytes) -> None:
+    parts = [
+        {"type": "input_image", "image_url": make_data_uri(data)},
+        {"type": "input_text", "text": "x"},
+    ]
+    body = {"model": stack.model, "input": [{"role": "user", "content": parts}]}
+    answer = (await stack.http.post(RESPONSES, json=body)).json()
+    assert answer["output"][0]["content"][0]["text"] == answer_text("x", data)
+
+
+WAYS = (_by_url, _by_file, _by_inline_job, _by_job_with_a_data_uri, _by_response)
 
 
 @pytest.mark.parametrize("first", WAYS, ids=lambda way: way.__name__)
@@ -333,9 +345,9 @@ async def test_fc33_every_way_in_makes_the_same_item(
 
 
 async def test_fc33_every_route_is_served_by_all_stages_or_by_none(stack: ServiceStack) -> None:
-    assert GENERATE_ROUTES == ROUTES
-    assert RESPONSES not in ROUTES  # and so nobody may half serve it
-    refused = await stack.http.post(RESPONSES, json={"model": stack.model, "input": "x"})
+    assert set(GENERATE_ROUTES) == set(ROUTES) == set(PROMPT_FIELDS)
+    unserved = "/v1/embeddings"  # and so nobody may half serve it
+    refused = await stack.http.post(unserved, json={"model": stack.model, "input": "x"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unknown_route")
 
 

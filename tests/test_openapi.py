@@ -109,7 +109,8 @@ def example(schema: dict[str, Any]) -> Any:
 async def test_odd_requests_get_what_the_document_says(stack: SimStack, tmp_path: Path) -> None:
     document = (await stack.http.get("/openapi.json")).json()
     schemas = document["components"]["schemas"]
-    for name in ("ChatRequest", "CompletionRequest"):  # else nearly all are for models of no name
+    # Else nearly all are for models of no name.
+    for name in ("ChatRequest", "CompletionRequest", "ResponseRequest"):
         schemas[name]["properties"]["model"] = {"enum": [stack.model]}
     source = tmp_path / "openapi.json"
     source.write_text(json.dumps(document))

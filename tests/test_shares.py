@@ -23,6 +23,7 @@ from epd_common.errors import (
     UnavailableError,
     from_status,
 )
+from epd_common.ingest.body import CHAT, COMPLETIONS
 from epd_common.ingest.fitting import check_fits
 from epd_common.protocol import Item, Media
 from epd_common.protocol.lanes import encode_lane, generate_lane
@@ -141,13 +142,14 @@ URL = {"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}
     ],
 )
 def test_the_work_of_a_body(body: dict[str, Any], work: Work) -> None:
-    assert work_unseen(body, max_model_len=4096) == work
+    route = CHAT if "messages" in body else COMPLETIONS
+    assert work_unseen(route, body, max_model_len=4096) == work
 
 
 def test_media_count_by_what_is_known_of_them() -> None:
     parts = [{"type": "media_ref", "item": number} for number in (0, 1, 0, 2)]
     items = [picture_of(280, 280), picture_of(2800, 28), picture_of(0, 0)]
-    work = work_of(chat(*parts), items, [7, None, None], max_model_len=4096)
+    work = work_of(CHAT, chat(*parts), items, [7, None, None], max_model_len=4096)
     assert (work.media, work.visual) == (4, 7 + 100 + 7 + 1024)
     assert rows_by_size(picture_of(50_000, 50_000)) == 16_384
     prices = Prices(text=1.0, visual=2.0, answer=0.5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -24,6 +23,7 @@ from media_cases import (
 )
 
 from epd_common.client import CHAT
+from epd_common.ingest.body import RESPONSES
 from models.clips import audio_bytes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -33,17 +33,13 @@ MIN_RIGHT = 0.9
 """Of the questions that the trained model was taught; colocated it knows 99 of 100 (models/README.md)."""
 
 
-def of_pictures_and_videos() -> Iterator[Case]:
-    yield from CaseMaker(seed=1).all()
-    yield from videos(random.Random(5))
-
-
 MODELS = {
-    "qwen2_5_vl": of_pictures_and_videos,
-    "qwen3_vl": of_pictures_and_videos,
-    "llava": lambda: pictures(random.Random(5)),  # whose pictures only vLLM can size
-    "qwen2_audio": lambda: sounds(random.Random(5)),
+    "qwen2_5_vl": videos,
+    "qwen3_vl": videos,
+    "llava": pictures,  # whose pictures only vLLM can size
+    "qwen2_audio": sounds,
 }
+"""What each is shown besides the requests about pictures, if it takes both."""
 
 
 NO_SOUND = b"RIFF\x00\x00\x00\x00WAVE"
@@ -80,12 +76,16 @@ async def test_trained_model(small: Deployment) -> None:
 @pytest.mark.parametrize("name", MODELS)
 async def test_random_models(deployments: Deployments, name: str) -> None:
     deployment = await deployments.get(name)
-    await _same_answers(deployment, MODELS[name]())
+    of_pictures = list(CaseMaker(seed=1).all()) if MODELS[name] is videos else []
+    others = list(MODELS[name](random.Random(5)))
+    await _same_answers(deployment, [*of_pictures, *others])
+    for case in others:
+        await _same_as_a_response(deployment, case)
     for part, code in BAD.get(name, ()):
         await _fails_alone(deployment, part, code)
 
 
-async def _same_answers(deployment: Deployment, cases: Iterator[Case]) -> None:
+async def _same_answers(deployment: Deployment, cases: list[Case]) -> None:
     answers: dict[tuple[int, ...], str] = {}
     for case in cases:
         ours = await _same_as_colocated(deployment, case)
@@ -111,6 +111,27 @@ async def _same_as_colocated(deployment: Deployment, case: Case) -> Tokens:
     assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE), case.title
     assert len(ours.logprobs) == len(ours.ids) > 0, case.title
     return ours
+
+
+async def _same_as_a_response(deployment: Deployment, case: Case) -> None:
+    """The same media as input of a response, where vLLM alone would take pictures and nothing else."""
+    chat = await ask(deployment.url, deployment.name, case.messages, stream=False)
+    parts = [
+        {"type": "input_text", "text": part["text"]} if part["type"] == "text" else part
+        for part in case.messages[0]["content"]
+    ]
+    body = {
+        "model": deployment.name,
+        "input": [user(*parts)],
+        "max_output_tokens": 24,
+        "temperature": 0,
+    }
+    async with httpx.AsyncClient(base_url=deployment.url, timeout=60) as client:
+        response = await client.post(RESPONSES, json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert answer["usage"]["input_tokens"] == chat.prompt_tokens, case.title
+    assert answer["output"][0]["content"][0]["text"] == chat.text, case.title
 
 
 async def _fails_alone(deployment: Deployment, part: Part, code: str) -> None:

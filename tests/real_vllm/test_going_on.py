@@ -23,6 +23,7 @@ from services import counters, health
 from epd_cli.processes import ServiceProcess
 from epd_common.bus import Bus
 from epd_common.client import CHAT
+from epd_common.ingest.body import RESPONSES
 from epd_common.protocol import EmbeddingEvent, decode, subjects
 from models import shapes
 
@@ -179,6 +180,92 @@ async def test_what_cannot_go_on_ends_in_an_error_event(
     cut = await stream(two, body, lose=freeze)
     await back(two, cut.worker, freeze)
     assert cut.error["code"] == "worker_lost" and cut.chunks >= 5
+
+
+async def response_stream(
+    deployment: Deployment, parts: list[dict[str, Any]], lose: Lose | None = None
+) -> tuple[list[dict[str, Any]], str]:
+    """The events of a response, whose worker is lost after five pieces of text; and that worker."""
+    events: list[dict[str, Any]] = []
+    asked = {"model": deployment.name, "stream": True, "temperature": 0, "input": [user(*parts)]}
+    if lose is not None:  # or all is generated before its worker is lost
+        asked |= {"ignore_eos": True, "max_output_tokens": MOST_TOKENS}
+    async with (
+        httpx.AsyncClient(base_url=deployment.url, timeout=120) as client,
+        client.stream("POST", RESPONSES, json=asked) as response,
+    ):
+        assert response.status_code == 200, await response.aread()
+        worker = response.headers["x-epd-worker"]
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line[6:]))
+                deltas = sum("delta" in event for event in events)
+                if lose is not None and deltas == 5:
+                    lose(service(deployment, worker))
+                    lose = None
+    return events, worker
+
+
+def kinds(events: list[dict[str, Any]]) -> list[str]:
+    """The types of a stream's events, which are numbered without a gap."""
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return [event["type"] for event in events]
+
+
+def as_input(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "input_text", "text": part["text"]} if part["type"] == "text" else part
+
+
+@pytest.mark.parametrize("how", [kill_engine, freeze])
+async def test_a_response_that_had_begun_ends_in_an_error_event(two: Deployment, how: Lose) -> None:
+    parts = long_question(2110)["messages"][0]["content"]
+    events, worker = await response_stream(two, [as_input(part) for part in parts], lose=how)
+    await back(two, worker, how)
+    assert kinds(events).count("response.created") == 1
+    assert (events[-1]["type"], events[-1]["code"]) == ("error", "worker_lost")
+
+
+async def test_a_response_that_had_not_begun_is_another_workers(two: Deployment) -> None:
+    """Its engine has it and vLLM has made its first events, but nobody was told anything."""
+    rng = random.Random(2120)
+    scenes = [shapes.random_scene(rng) for _ in range(2)]
+    known, new = (  # of one size, by which the second is in the engine before its embedding is
+        {"type": "input_image", "image_url": shapes.data_uri(shapes.draw(scene, 84, 112, rng))}
+        for scene in scenes
+    )
+    words = {"type": "input_text", "text": "Look at this picture closely. " * 12}
+    question = {"type": "input_text", "text": "What is in image #1?"}
+    right, _ = await response_stream(two, [words, known, question])
+    encoders = [s for s in two.stack.services if s.role == "encoder"]
+    for encoder in encoders:
+        freeze(encoder)
+    try:
+        asking = asyncio.create_task(response_stream(two, [words, new, question]))
+        holder = await holding(two)
+        await asyncio.sleep(1.0)  # what the engine has is seen from nowhere
+        kill(service(two, holder))
+        await asyncio.sleep(0.2)
+    finally:
+        for encoder in encoders:
+            encoder.signal(signal.SIGCONT)
+    events, worker = await asking
+    await back(two, holder, kill)
+    assert worker != holder
+    assert kinds(events).count("response.created") == 1
+    assert events[-1]["type"] == right[-1]["type"] == "response.completed"
+    said = str(events[-1]["response"]["output"])
+    assert scenes[1].colour in said and scenes[1].shape in said
+
+
+async def holding(deployment: Deployment) -> str:
+    """The PD worker that has the one request there is."""
+    pds = [s.worker_id for s in deployment.stack.services if s.role == "pd"]
+    async with asyncio.timeout(20):
+        while True:
+            for pd in pds:
+                if (await health(deployment, pd))["busy"]:
+                    return pd
+            await asyncio.sleep(0.05)
 
 
 def other_than(deployment: Deployment, worker: str) -> str:

@@ -52,7 +52,10 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text of the first choice."""
+        """The text of the first choice, or of a response's messages."""
+        if "output" in self.body:
+            parts = [part for item in self.body["output"] for part in item.get("content") or ()]
+            return "".join(part.get("text", "") for part in parts if part["type"] == "output_text")
         return str(self.body["choices"][0]["message"]["content"])
 
 

@@ -6,12 +6,14 @@ such as the rows of pictures whose size was seen before, is counted as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from epd_common.ingest.body import CHAT, COMPLETIONS, CONTENT_FIELDS, RESPONSES
+from epd_common.ingest.contents import PROMPT_FIELDS, parts_of
 from epd_common.ingest.parts import text_of
 from epd_common.protocol import Item
 
@@ -69,14 +71,19 @@ class Prices:
         return max(1, round(total))
 
 
-def work_unseen(body: dict[str, Any], *, max_model_len: int) -> Work:
+def work_unseen(route: str, body: dict[str, Any], *, max_model_len: int) -> Work:
     """The work of a body whose media nobody has looked at, and which may be malformed."""
-    media = sum(isinstance(part, dict) and not text_of(part) for part in _parts(body))
-    return _work(body, media, None, max_model_len)
+    media = sum(isinstance(part, dict) and not text_of(part) for part in parts_of(route, body))
+    return _work(route, body, media, None, max_model_len)
 
 
 def work_of(
-    body: dict[str, Any], items: Sequence[Item], rows: Sequence[int | None], *, max_model_len: int
+    route: str,
+    body: dict[str, Any],
+    items: Sequence[Item],
+    rows: Sequence[int | None],
+    *,
+    max_model_len: int,
 ) -> Work:
     """The work of a prepared body.
 
@@ -88,8 +95,8 @@ def work_of(
         rows_by_size(item) if known is None else known
         for item, known in zip(items, rows, strict=True)
     ]
-    shown = [estimates[number] for number in references(body)]
-    return _work(body, len(shown), sum(shown), max_model_len)
+    shown = [estimates[number] for number in references(route, body)]
+    return _work(route, body, len(shown), sum(shown), max_model_len)
 
 
 def rows_by_size(item: Item) -> int:
@@ -99,23 +106,23 @@ def rows_by_size(item: Item) -> int:
     return min(-(-item.width * item.height // PIXELS_PER_ROW), MAX_ROWS_OF_SIZE)
 
 
-def references(body: dict[str, Any]) -> list[int]:
+def references(route: str, body: dict[str, Any]) -> list[int]:
     """The items that a prepared body shows, each as often as it does."""
     return [
         part["item"]
-        for part in _parts(body)
+        for part in parts_of(route, body)
         if isinstance(part, dict) and part.get("type") == "media_ref"
     ]
 
 
-def _work(body: dict[str, Any], media: int, visual: int | None, max_model_len: int) -> Work:
+def _work(
+    route: str, body: dict[str, Any], media: int, visual: int | None, max_model_len: int
+) -> Work:
     most = max_model_len or (1 << 20)
-    characters = sum(len(text_of(part)) for part in _parts(body)) + _characters_besides(body)
-    text = characters // CHARACTERS_PER_TOKEN
-    ids, prompts = _prompt(body.get("prompt"))
-    limit = _positive(body, "max_tokens")
-    if "messages" in body:  # completions do not have it
-        limit = _positive(body, "max_completion_tokens") or limit
+    characters = sum(len(text_of(part)) for part in parts_of(route, body))
+    text = (characters + _characters_besides(route, body)) // CHARACTERS_PER_TOKEN
+    ids, prompts = _prompt(body.get("prompt")) if route == COMPLETIONS else (0, 1)
+    limit = next(filter(None, (_positive(body, name) for name in _LIMITS.get(route, ()))), 0)
     endless = most if body.get("ignore_eos") is True else ANSWER_TOKENS
     each = min(max(limit or endless, _positive(body, "min_tokens")), most)
     samples = max(_positive(body, name) or 1 for name in _SAMPLES)
@@ -126,18 +133,27 @@ def _work(body: dict[str, Any], media: int, visual: int | None, max_model_len: i
     return Work(min(text + ids, most), media, seen, answer)
 
 
-def _characters_besides(body: dict[str, Any]) -> int:
+_LIMITS = {
+    CHAT: ("max_completion_tokens", "max_tokens"),
+    COMPLETIONS: ("max_tokens",),
+    RESPONSES: ("max_output_tokens",),
+}
+"""What bounds an answer, the field that counts first."""
+
+
+def _characters_besides(route: str, body: dict[str, Any]) -> int:
     """What templates may render besides contents: tools, calls of them, a schema, arguments of one's own."""
-    fields = [value for name, value in body.items() if name not in _NOT_BESIDES]
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict):
-            fields += [value for name, value in message.items() if name not in ("role", "content")]
+    prompt = PROMPT_FIELDS.get(route, "")
+    fields = [
+        value for name, value in body.items() if name not in ("model", prompt, "stream_options")
+    ]
+    contents = ("role", *CONTENT_FIELDS.get(route, ()))
+    entries = body.get(prompt)
+    for entry in entries if isinstance(entries, list) and route in CONTENT_FIELDS else ():
+        if isinstance(entry, dict):
+            fields += [value for name, value in entry.items() if name not in contents]
     # Not walked, as a hostile one has millions of values.
     return sum(len(msgspec.json.encode(v)) for v in fields if isinstance(v, str | list | dict))
-
-
-_NOT_BESIDES = ("model", "messages", "prompt", "stream_options")
 
 
 def _prompt(prompt: object) -> tuple[int, int]:
@@ -159,14 +175,3 @@ def _prompt(prompt: object) -> tuple[int, int]:
 def _positive(body: dict[str, Any], name: str) -> int:
     value = body.get(name)
     return value if type(value) is int and value > 0 else 0
-
-
-def _parts(body: dict[str, Any]) -> Iterator[object]:
-    """Contents of a chat's messages, whatever they are."""
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            yield from content
-        else:
-            yield content

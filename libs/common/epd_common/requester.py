@@ -19,6 +19,7 @@ from epd_common.bus.registry import Registry
 from epd_common.costs import Work, references, work_of, work_unseen
 from epd_common.errors import BadRequestError, DeadlineError, NotFoundError, UnavailableError
 from epd_common.ingest import Ingest
+from epd_common.ingest.contents import PROMPT_FIELDS
 from epd_common.ingest.fitting import check_fits
 from epd_common.ingest.pipeline import Prepared
 from epd_common.orders import OrderContext, Orders, Submitted
@@ -186,7 +187,8 @@ class Requester:
         Its work is estimated twice: before its media are loaded, so that a flood costs little, and then.
         """
         if entry is not None:
-            await entry.ask(worker, work_unseen(body, max_model_len=worker.max_model_len))
+            work = work_unseen(route, body, max_model_len=worker.max_model_len)
+            await entry.ask(worker, work)
         prepared = await self._ingest.prepare(
             route=route,
             body=body,
@@ -203,13 +205,16 @@ class Requester:
         found = await self._sizes.of(worker.fingerprint).look_up(prepared.items)
         rows = [None if size is None else size.rows for size in found]
         check_fits(
-            references(prepared.body),
+            references(route, prepared.body),
             rows,
+            place=PROMPT_FIELDS[route],
             max_model_len=worker.max_model_len,
             max_item_rows=worker.max_item_rows,
         )
         if entry is not None:
-            known = work_of(prepared.body, prepared.items, rows, max_model_len=worker.max_model_len)
+            known = work_of(
+                route, prepared.body, prepared.items, rows, max_model_len=worker.max_model_len
+            )
             await entry.ask(worker, known)
         return prepared
 

@@ -10,9 +10,10 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from epd_common.ingest.body import CHAT, COMPLETIONS, RESPONSES
 from epd_sim.embedding import signature
 from epd_sim.parameters import Parameters, read_parameters
-from epd_sim.prompts import MediaPart, Prompt, chat_prompt, completion_prompts
+from epd_sim.prompts import MediaPart, Prompt, chat_prompt, completion_prompts, responses_prompt
 
 OWN_WORDS = 16
 """Words of an answer that ends by itself, beside one for each item. A word is a token."""
@@ -74,16 +75,16 @@ def expected_answer(body: dict[str, Any], media: Sequence[bytes] = (), *, choice
     """The right answer to a request, for who knows its media.
 
     Args:
-        body: The OpenAI body of a chat or a completion, as the client sends it.
+        body: The OpenAI body of a chat, a completion or a response, as the client sends it.
         media: The bytes of each of its media parts, in their order.
         choice: Which of the answer's choices.
 
     Raises:
         ValueError: media and parts are not as many.
     """
-    route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    route = CHAT if "messages" in body else RESPONSES if "input" in body else COMPLETIONS
     parameters = read_parameters(route, body)
-    prompts = prompts_of(body)
+    prompts = prompts_of(route, body)
     evidence: list[str | bytes] = []
     left = list(media)
     for piece in prompts[choice // parameters.n]:
@@ -99,14 +100,16 @@ def expected_answer(body: dict[str, Any], media: Sequence[bytes] = (), *, choice
     return " ".join(answer_words(evidence, count, choice=choice % parameters.n))
 
 
-def prompts_of(body: dict[str, Any]) -> list[Prompt]:
-    """The prompts of a body, by what it has.
+def prompts_of(route: str, body: dict[str, Any]) -> list[Prompt]:
+    """The prompts of a body.
 
     Raises:
         ValueError: its ``prompt`` is none.
     """
-    if "messages" in body:
+    if route == CHAT:
         return [chat_prompt(body["messages"])]
+    if route == RESPONSES:
+        return [responses_prompt(body)]
     return completion_prompts(body.get("prompt"))
 
 

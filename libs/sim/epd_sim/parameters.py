@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-COMPLETIONS = "/v1/completions"
+from epd_common.ingest.body import COMPLETIONS, RESPONSES
+
 COMPLETION_TOKENS = 16
 """Tokens of a completion that names no limit, as in OpenAI's API."""
 
@@ -33,6 +34,7 @@ class Parameters(BaseModel):
 
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1)
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     n: int = Field(1, ge=1)
@@ -46,11 +48,20 @@ class Parameters(BaseModel):
     @property
     def limit(self) -> int | None:
         """Tokens of an answer, at most, where the request says so."""
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_output_tokens or self.max_completion_tokens or self.max_tokens
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+
+_UNKNOWN_TO_RESPONSES = (
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "n",
+    "stream_options",
+)
 
 
 def read_parameters(route: str, body: dict[str, Any]) -> Parameters:
@@ -59,7 +70,8 @@ def read_parameters(route: str, body: dict[str, Any]) -> Parameters:
     Raises:
         RefusedError: one of them has a wrong type or value.
     """
-    given = {name: value for name, value in body.items() if value is not None}
+    unknown = _UNKNOWN_TO_RESPONSES if route == RESPONSES else ("max_output_tokens",)
+    given = {n: value for n, value in body.items() if value is not None and n not in unknown}
     try:
         parameters = Parameters.model_validate(given)
     except ValidationError as error:

@@ -22,6 +22,7 @@ from epd_common.engines import (
     Told,
 )
 from epd_common.errors import EpdError, UpstreamError
+from epd_common.ingest.body import CHAT, RESPONSES
 from epd_common.store import Arena
 from epd_common.store.embedding import IntegrityError
 from epd_sim.answers import token_of
@@ -30,11 +31,10 @@ from epd_sim.embedding import read_signature
 from epd_sim.engine import SimEngine, SimOptions
 from epd_sim.faults import Faults
 from epd_sim.parameters import RefusedError
-from epd_sim.replies import DONE, JSON_TYPE, STREAM_TYPE, Replies, error_body
+from epd_sim.replies import JSON_TYPE, STREAM_TYPE, ChoiceReplies, Replies, error_body
 from epd_sim.request import PromptInside, RequestInside, read_request
+from epd_sim.response_replies import ResponseReplies
 from epd_sim.scheduler import Scheduler, Sequence, Step
-
-CHAT = "/v1/chat/completions"
 
 
 class SimPdEngine(SimEngine):
@@ -100,7 +100,11 @@ class SimPdEngine(SimEngine):
             return
         if told is not None:
             request.go_on(told)
-        replies = Replies(request_id, body["model"], chat=route == CHAT)
+        replies: Replies = (
+            ResponseReplies(request_id, body, request.parameters)
+            if route == RESPONSES
+            else ChoiceReplies(request_id, body["model"], chat=route == CHAT)
+        )
         self._enter(request)
         try:
             if request.parameters.stream:
@@ -186,13 +190,8 @@ async def _whole(
 ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
     while not all(prompt.sequence.ended for prompt in request.prompts):
         await _grown(request)
-    texts = [
-        (prompt.text(choice, 0, prompt.sequence.answer_tokens), prompt.reason)
-        for prompt in request.prompts
-        for choice in range(prompt.sequence.choices)
-    ]
     yield AnswerHead(200, JSON_TYPE)
-    yield AnswerPiece(replies.whole(texts, request.usage))
+    yield AnswerPiece(replies.whole(_texts(request), request.usage))
 
 
 async def _streamed(
@@ -213,9 +212,18 @@ async def _streamed(
             if generated > sent[number]:
                 yield _piece(prompt, number, sent[number], generated, replies)
                 sent[number] = generated
-    if request.parameters.include_usage:
-        yield AnswerPiece(replies.usage(request.usage))
-    yield AnswerPiece(DONE)
+    include_usage = request.parameters.include_usage
+    for data in replies.closing(_texts(request), request.usage, include_usage=include_usage):
+        yield AnswerPiece(data)
+
+
+def _texts(request: RequestInside) -> list[tuple[str, str]]:
+    """The whole text of each choice, and why it ended."""
+    return [
+        (prompt.text(choice, 0, prompt.sequence.answer_tokens), prompt.reason)
+        for prompt in request.prompts
+        for choice in range(prompt.sequence.choices)
+    ]
 
 
 def _piece(

@@ -46,17 +46,34 @@ Prompt = list[Text | MediaPart]
 
 def chat_prompt(messages: list[dict[str, Any]]) -> Prompt:
     """The prompt of a chat."""
-    prompt: Prompt = []
-    for message in messages:
-        # The role is text of the template, and counted with it.
-        prompt.append(Text("", MESSAGE_TOKENS))
-        content = message.get("content")
-        for part in content if isinstance(content, list) else [content]:
-            if isinstance(part, dict) and read_part(part, "content") is not None:
-                prompt.append(MediaPart(part))
-            else:
-                prompt.append(Text(text_of(part)))
+    prompt = [piece for message in messages for piece in _message(message.get("content"))]
     return [*prompt, Text("", OPENING_TOKENS)]
+
+
+def responses_prompt(body: dict[str, Any]) -> Prompt:
+    """The prompt of a response: its instructions, and its input or the items of that."""
+    prompt: Prompt = []
+    if instructions := body.get("instructions"):
+        prompt += _message(instructions)
+    items = body["input"]
+    for item in [{"content": items}] if isinstance(items, str) else items:
+        prompt += _message(item.get("content"))
+        if "output" in item:
+            prompt += _message(item["output"])
+        calls = (item.get("name"), item.get("arguments"))
+        prompt += [Text(text) for text in calls if isinstance(text, str)]
+    return [*prompt, Text("", OPENING_TOKENS)]
+
+
+def _message(content: object) -> Prompt:
+    # The role is text of the template, and counted with it.
+    message: Prompt = [Text("", MESSAGE_TOKENS)]
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, dict) and read_part(part, "content") is not None:
+            message.append(MediaPart(part))
+        else:
+            message.append(Text(text_of(part)))
+    return message
 
 
 def completion_prompts(prompt: object) -> list[Prompt]:

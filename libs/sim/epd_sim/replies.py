@@ -1,10 +1,13 @@
-"""Answers in OpenAI's shape, as vLLM writes them: whole, or as server-sent events."""
+"""Answers in OpenAI's shape, as vLLM writes them: whole, or as server-sent events.
+
+Those of ``/v1/responses`` are in :mod:`epd_sim.response_replies`.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -28,8 +31,26 @@ class Usage:
         }
 
 
-class Replies:
-    """Writes the answer to one request.
+class Replies(Protocol):
+    """Writes the answer to one request."""
+
+    def whole(self, texts: list[tuple[str, str]], usage: Usage) -> bytes:
+        """An answer that is no stream: the text and the finish reason of each choice."""
+
+    def opening(self, index: int) -> bytes:
+        """The events before the first text of a choice."""
+
+    def piece(self, index: int, text: str, reason: str | None) -> bytes:
+        """More text of a choice; with a reason it is the last."""
+
+    def closing(
+        self, texts: list[tuple[str, str]], usage: Usage, *, include_usage: bool
+    ) -> list[bytes]:
+        """The events behind all text, with the whole of it."""
+
+
+class ChoiceReplies:
+    """Answers to a chat, or to a completion.
 
     Args:
         chat: Whether it is a chat, else a completion.
@@ -44,7 +65,6 @@ class Replies:
         }
 
     def whole(self, texts: list[tuple[str, str]], usage: Usage) -> bytes:
-        """An answer that is no stream: the text and the finish reason of each choice."""
         choices = [
             {
                 "index": index,
@@ -64,19 +84,19 @@ class Replies:
         )
 
     def opening(self, index: int) -> bytes:
-        """The event before the first text of a choice; completions have none."""
         if not self._chat:
-            return b""
+            return b""  # completions have none
         return self._event([_choice(index, {"delta": {"role": "assistant", "content": ""}}, None)])
 
     def piece(self, index: int, text: str, reason: str | None) -> bytes:
-        """More text of a choice; with a reason it is the last."""
         content = {"delta": {"content": text}} if self._chat else {"text": text}
         return self._event([_choice(index, content, reason)])
 
-    def usage(self, usage: Usage) -> bytes:
-        """The event behind all choices, for those who asked for it."""
-        return self._event([], usage=usage.fields())
+    def closing(
+        self, texts: list[tuple[str, str]], usage: Usage, *, include_usage: bool
+    ) -> list[bytes]:
+        asked = [self._event([], usage=usage.fields())] if include_usage else []
+        return [*asked, DONE]
 
     def _event(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
         kind = "chat.completion.chunk" if self._chat else "text_completion"

@@ -107,7 +107,7 @@ def read_request(
     if parameters.n > max_num_seqs:
         raise RefusedError(f"n must be at most {max_num_seqs}, got {parameters.n}", "n")
     try:
-        prompts = prompts_of(body)
+        prompts = prompts_of(route, body)
     except ValueError as error:
         raise RefusedError(str(error), "prompt") from error
     request = RequestInside(parameters)

@@ -24,6 +24,8 @@ from epd_common.engines import (
     Told,
 )
 from epd_common.errors import BadRequestError
+from epd_common.ingest.body import RESPONSES
+from epd_common.ingest.contents import contents_of
 from epd_common.ingest.data_uri import make_data_uri
 from epd_common.store import Arena
 from epd_vllm.compat import vllm_version
@@ -32,6 +34,7 @@ from epd_vllm.gate import managed_params
 from epd_vllm.launch import inspect
 from epd_vllm.model import model_folder, needs_vision_tower
 from epd_vllm.openai_app import OpenAIApp
+from epd_vllm.responses import held_back, name_answer
 from epd_vllm.tape import Tape
 
 CACHE_MANAGER = "epd_vllm.cache_manager.GatedEncoderCacheManager"
@@ -125,13 +128,18 @@ class VllmPdEngine(VllmEngine):
             raise RuntimeError("the engine was not started")
         if told is not None:
             self._check_told(told)
-        put_placeholders(body, placeholders, self._fingerprint)
+        put_placeholders(route, body, placeholders, self._fingerprint)
+        if route == RESPONSES:
+            name_answer(body, request_id)
         tape = Tape(told) if body.get("stream") else None
         call = self._app.call(route, msgspec.json.encode(body), request_id=request_id, tape=tape)
+        parts = call
+        if route == RESPONSES and tape is not None:
+            parts = held_back(call, request_id=request_id)
         head: AnswerHead | None = None
         self._answering[request_id] = [item.key for item in placeholders]
         try:
-            async for part in call:
+            async for part in parts:
                 if isinstance(part, AnswerHead):
                     head = part  # vLLM sends a stream's before it knows whether there will be one
                     continue
@@ -143,6 +151,7 @@ class VllmPdEngine(VllmEngine):
                 yield head
         finally:
             self._answering.pop(request_id, None)
+            await parts.aclose()
             await call.aclose()
 
     def _check_told(self, told: Told) -> None:
@@ -170,24 +179,24 @@ class VllmPdEngine(VllmEngine):
 
 
 def put_placeholders(
-    body: dict[str, Any], placeholders: list[Placeholder], fingerprint: str
+    route: str, body: dict[str, Any], placeholders: list[Placeholder], fingerprint: str
 ) -> None:
     """Put in place of each media reference what vLLM needs, and name the keys that the gate waits for."""
     if not placeholders:
         return
-    for message in body["messages"]:
-        content = message.get("content")
+    make_part = _input_part if route == RESPONSES else _part
+    for content in contents_of(route, body):
         if not isinstance(content, list):
             continue
         for place, part in enumerate(content):
             if isinstance(part, dict) and part.get("type") == "media_ref":
-                content[place] = _part(placeholders[part["item"]])
+                content[place] = make_part(placeholders[part["item"]])
     keys = [item.key for item in placeholders]
     body["ec_transfer_params"] = managed_params(keys, fingerprint)
 
 
 def _part(item: Placeholder) -> dict[str, Any]:
-    """A content part that vLLM takes for an item whose embedding will come from elsewhere."""
+    """A content part of a chat that vLLM takes for an item whose embedding will come from elsewhere."""
     if item.media is not None:
         kind = f"{item.modality}_url"
         return {"type": kind, kind: {"url": make_data_uri(item.media)}, "uuid": item.key}
@@ -198,6 +207,18 @@ def _part(item: Placeholder) -> dict[str, Any]:
         for name, value in item.metadata.items()
     }
     return {"type": kind, kind: fields, "uuid": item.key}
+
+
+def _input_part(item: Placeholder) -> dict[str, Any]:
+    """The same for an item of a response's input.
+
+    The types of OpenAI's client, by which vLLM checks these, know no such part but let others' fields pass;
+    and vLLM goes by a part's fields, whatever its type, where it has a ``uuid``.
+    """
+    part = _part(item) | {"type": "input_image", "detail": "auto"}
+    if item.media is not None:
+        part[f"{item.modality}_url"] = make_data_uri(item.media)  # there it is no object
+    return part
 
 
 def _array(number: float) -> str:

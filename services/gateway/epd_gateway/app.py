@@ -32,7 +32,7 @@ from epd_common.errors import (
     openai_body,
 )
 from epd_common.ingest import Ingest
-from epd_common.ingest.body import parse_body
+from epd_common.ingest.body import CHAT, COMPLETIONS, RESPONSES, parse_body
 from epd_common.replies import ReplyHub
 from epd_common.requester import Requester
 from epd_common.store import MediaStore
@@ -46,6 +46,7 @@ from epd_gateway.openapi import openapi_document
 from epd_gateway.relay import CLIENT_GONE, Relay, outcome
 from epd_gateway.request_ids import NameRequests, request_id_of
 from epd_gateway.settings import GatewaySettings
+from epd_gateway.stored_responses import add_stored_response_routes
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ SEND_GRACE_S = 30.0
 """So long after its deadline a slow client may still read what there is of its answer."""
 
 MAX_PRIORITY = 999_999
-GENERATE_ROUTES = ("/v1/chat/completions", "/v1/completions")
+GENERATE_ROUTES = (CHAT, COMPLETIONS, RESPONSES)
 
 
 @dataclass(slots=True)
@@ -124,6 +125,7 @@ def build_app(edge: Edge) -> FastAPI:
     app.add_middleware(NameRequests)  # around all others
     for route in GENERATE_ROUTES:
         app.add_api_route(route, _generate(edge, route), methods=["POST"])
+    add_stored_response_routes(app)
     add_file_routes(app, edge)
     described = openapi_document()
 

@@ -19,7 +19,7 @@ Schema = dict[str, Any]
 _FAILURES: dict[int, str] = {
     400: "The request can never work as it is; `param` names the field or the item's place.",
     401: "No API key, or one that is not known (only where keys are set).",
-    404: "No such model, file or route.",
+    404: "No such model, file, response or route.",
     408: "The body did not come in time.",
     409: "A request with this id is running already.",
     413: "A body, a picture or a count above its limit.",
@@ -49,6 +49,12 @@ def openapi_document() -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _generate("ChatRequest", "Answer a chat.")},
             "/v1/completions": {"post": _generate("CompletionRequest", "Complete a text.")},
+            "/v1/responses": {
+                "post": _generate("ResponseRequest", "Answer in the form of the Responses API.")
+            },
+            "/v1/responses/{response_id}": {"get": _not_kept(), "delete": _not_kept()},
+            "/v1/responses/{response_id}/cancel": {"post": _not_kept()},
+            "/v1/responses/{response_id}/input_items": {"get": _not_kept()},
             "/v1/models": {"get": _models()},
             "/v1/models/{name}": {"get": _model()},
             "/v1/files": {"post": _upload()},
@@ -134,6 +140,16 @@ def _generate(body: str, summary: str) -> Schema:
             *_BASE,
             *(404, 408, 409, 413, 415, 429, 499, 502, 503, 504),
         ),
+    }
+
+
+def _not_kept() -> Schema:
+    return {
+        "summary": "No answer is kept, so none is found.",
+        "parameters": [_named("response_id")],
+        "responses": {
+            str(status): _json(_ref("Error"), _FAILURES[status]) for status in (*_BASE, 404)
+        },
     }
 
 
@@ -296,6 +312,35 @@ def _schemas() -> dict[str, Schema]:
             },
             "model",
             "prompt",
+        ),
+        "ResponseRequest": _object(
+            {
+                "model": {"type": "string", "minLength": 1},
+                "input": {
+                    "anyOf": [
+                        text,
+                        {
+                            "type": "array",
+                            "minItems": 1,
+                            "maxItems": MAX_PARTS,
+                            "items": {"anyOf": [_ref("Message"), {"type": "object"}]},
+                        },
+                    ],
+                },
+                "instructions": {"type": ["string", "null"]},
+                "max_output_tokens": {"type": ["integer", "null"], "minimum": 1},
+                "stream": {"type": ["boolean", "null"]},
+                "store": {
+                    "description": "Taken, and without effect: no answer is kept.",
+                    "type": ["boolean", "null"],
+                },
+                "background": {"enum": [False, None]},
+                "previous_response_id": {"type": "null"},
+                "conversation": {"type": "null"},
+                "mm_processor_kwargs": _ref("ProcessorArguments"),
+            },
+            "model",
+            "input",
         ),
         "Message": _object(
             {

@@ -2,13 +2,12 @@
 
 Nothing is sent to the client before the head of the answer is there, so a failure up to then has its own
 status. A JSON answer is sent when it is whole, for the same reason. In a stream that has begun, a failure
-is an error event and then the end mark.
+is an error event, as its route has them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from contextlib import AbstractAsyncContextManager
@@ -29,6 +28,7 @@ from epd_common.replies import EVENT_STREAM
 from epd_common.requester import SentRequest
 from epd_common.tasks import end
 from epd_gateway.metrics import GatewayMetrics
+from epd_gateway.stream_end import StreamEnd
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +123,11 @@ class Relay(Response):
         await send(_start(head.status, headers))
         self._status = head.status
         first = True
+        ended = StreamEnd(self._route)
         try:
             async for piece in sent.reply.data():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
+                ended.saw(piece)
                 if first:
                     self._metrics.ttft.labels(self._route).observe(time.monotonic() - self._started)
                     first = False
@@ -136,8 +138,8 @@ class Relay(Response):
                 error,
                 extra={"request_id": self._request_id, **error.fields()},
             )
-            event = f"data: {json.dumps(openai_body(error))}\n\ndata: [DONE]\n\n"
-            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            last = ended.by(error)
+            await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -13,6 +13,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from epd_common.changes import Changes
+from epd_common.ingest.body import RESPONSES
+from epd_common.ingest.contents import parts_of
+from epd_common.ingest.parts import text_of
 from epd_common.tasks import end
 from epd_pd.arrivals import Arrivals
 
@@ -27,21 +30,14 @@ def may_enter(arrivals: Arrivals, text_before: int) -> bool:
     return arrivals.first_is_here or text_before >= TEXT_WORTH_PREFILLING
 
 
-def text_before_first_item(body: dict[str, Any]) -> int:
-    """Characters of a chat body's messages that stand before its first media reference."""
-    characters = 0
-    for message in body.get("messages", ()):
-        content = message.get("content")
-        if isinstance(content, str):
-            characters += len(content)
-            continue
-        for part in content or ():
-            if isinstance(part, str):
-                characters += len(part)
-                continue
-            if part.get("type") == "media_ref":
-                return characters
-            characters += len(part.get("text") or "")
+def text_before_first_item(route: str, body: dict[str, Any]) -> int:
+    """Characters of a prepared body's contents that stand before its first media reference."""
+    instructions = body.get("instructions") if route == RESPONSES else ""
+    characters = len(instructions) if isinstance(instructions, str) else 0
+    for part in parts_of(route, body):
+        if isinstance(part, dict) and part.get("type") == "media_ref":
+            return characters
+        characters += len(text_of(part))
     return characters
 
 

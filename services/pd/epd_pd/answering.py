@@ -22,7 +22,7 @@ from epd_common.errors import (
     UpstreamError,
 )
 from epd_common.ingest import Ingest
-from epd_common.ingest.body import parse_body
+from epd_common.ingest.body import CHAT, COMPLETIONS, RESPONSES, parse_body
 from epd_common.orders import OrderContext
 from epd_common.protocol import GenerateJob, Item
 from epd_common.store import MediaStore
@@ -36,7 +36,7 @@ from epd_pd.urgency import engine_priority
 
 logger = logging.getLogger(__name__)
 
-ROUTES = ("/v1/chat/completions", "/v1/completions")
+ROUTES = (CHAT, COMPLETIONS, RESPONSES)
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ class Answering:
         Until the last one is there the engine can say nothing, so a wrong forecast costs another beginning
         and nothing else.
         """
-        text_before = text_before_first_item(body)
+        text_before = text_before_first_item(attempt.job.route, body)
         while True:
             async with self._admission.enter(arrivals, text_before):
                 streaming = asyncio.ensure_future(self._stream(attempt, body, arrivals, told))

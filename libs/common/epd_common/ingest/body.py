@@ -22,11 +22,15 @@ COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 
 _INTERNAL_FIELDS = ("ec_transfer_params", "kv_transfer_params", "vllm_xargs")
+CONTENT_FIELDS = {CHAT: ("content",), RESPONSES: ("content", "output")}
+"""The fields of a chat's message, or of an item of a response's input, that may hold parts."""
+
+_NEEDS_STATE = ("previous_response_id", "conversation", "background")
 MAX_PARTS = 4096
+"""Messages and content parts of one request, together."""
+
 MAX_PROMPTS = 128
 """Of one completion; each is a request of its own to the engine, made at once in a worker's event loop."""
-
-"""Messages and content parts of one request, together."""
 
 _MAX_DEPTH = 100
 """Levels of lists and objects. JSON writers further on use recursion, and JSON schemas need some thirty."""
@@ -99,20 +103,11 @@ def extract(route: str, body: dict[str, Any], *, max_items: int) -> Extracted:
     body = dict(body)
     found = Extracted(body, _take_processor_args(body))
     if route == CHAT:
-        messages = _list_of_objects(body.get("messages"), "messages")
-        _check_count(messages, ("content",))
-        body["messages"] = [
-            _walk(message, ("content",), f"messages[{n}]", found)
-            for n, message in enumerate(messages)
-        ]
+        _walk_all(route, "messages", found)
     elif route == RESPONSES:
+        _check_stateless(body)
         if not isinstance(body.get("input"), str):
-            items = _list_of_objects(body.get("input"), "input")
-            _check_count(items, ("content", "output"))
-            body["input"] = [
-                _walk(item, ("content", "output"), f"input[{n}]", found)
-                for n, item in enumerate(items)
-            ]
+            _walk_all(route, "input", found)
     elif route == COMPLETIONS:
         if not isinstance(body.get("prompt"), str | list):
             raise invalid("prompt", "prompt must be a string or a list")
@@ -129,13 +124,50 @@ def extract(route: str, body: dict[str, Any], *, max_items: int) -> Extracted:
             param=found.parts[max_items].place,
             stage="ingest",
         )
-    if found.parts and body.get("truncate_prompt_tokens") is not None:
+    cuts = "truncation" if route == RESPONSES else "truncate_prompt_tokens"
+    if found.parts and body.get(cuts) not in (None, "disabled"):
         raise invalid(
-            "truncate_prompt_tokens",
-            "truncate_prompt_tokens could cut a picture in two; leave it out where there are pictures",
+            cuts,
+            f"{cuts} could cut a picture in two; leave it out where there are pictures",
             "unsupported_parameter",
         )
     return found
+
+
+def _walk_all(route: str, name: str, found: Extracted) -> None:
+    """Take the media out of all messages, or items of an input."""
+    fields = CONTENT_FIELDS[route]
+    entries = _list_of_objects(found.body.get(name), name)
+    _check_count(entries, fields, name)
+    found.body[name] = [
+        _walk(entry, fields, f"{name}[{n}]", found) for n, entry in enumerate(entries)
+    ]
+
+
+def _check_stateless(body: dict[str, Any]) -> None:
+    """Refuse what only the worker could answer that had an earlier request, and leave out what is null.
+
+    To OpenAI's API null is the default; to vLLM ``"truncation": null`` is a prompt that may be cut, and
+    ``"background": null`` a type that its own answer does not have.
+    """
+    for name in [name for name, value in body.items() if value is None]:
+        del body[name]
+    for name in _NEEDS_STATE:
+        if name in body and body[name] is not False:
+            raise invalid(
+                name,
+                f"{name} needs an answer that was kept, and none is kept here, as each request may go to "
+                "another worker; send the conversation in input",
+                "unsupported_parameter",
+            )
+    entries = body.get("input")
+    for n, entry in enumerate(entries if isinstance(entries, list) else ()):
+        if isinstance(entry, dict) and entry.get("type") == "item_reference":
+            raise invalid(
+                f"input[{n}]",
+                f"input[{n}] refers to an item that was kept, and none is kept here; send the item itself",
+                "unsupported_parameter",
+            )
 
 
 def _check_depth(body: dict[str, Any]) -> None:
@@ -152,7 +184,7 @@ def _check_depth(body: dict[str, Any]) -> None:
     raise invalid("body", f"the body is nested deeper than {_MAX_DEPTH} levels")
 
 
-def _check_count(messages: list[dict[str, Any]], fields: tuple[str, ...]) -> None:
+def _check_count(messages: list[dict[str, Any]], fields: tuple[str, ...], param: str) -> None:
     """Bound what templates and validation run over: they hold the event loop of a PD worker."""
     parts = sum(
         len(content)
@@ -165,7 +197,7 @@ def _check_count(messages: list[dict[str, Any]], fields: tuple[str, ...]) -> Non
             f"the request has {len(messages)} messages with {parts} content parts; at most "
             f"{MAX_PARTS} of both are taken",
             code="too_many_parts",
-            param="messages",
+            param=param,
             stage="ingest",
         )
 

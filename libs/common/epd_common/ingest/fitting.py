@@ -13,7 +13,12 @@ from epd_common.ingest.parts import invalid
 
 
 def check_fits(
-    shown: Sequence[int], rows: Sequence[int | None], *, max_model_len: int, max_item_rows: int
+    shown: Sequence[int],
+    rows: Sequence[int | None],
+    *,
+    max_model_len: int,
+    max_item_rows: int,
+    place: str = "messages",
 ) -> None:
     """Refuse media that cannot be in one prompt of the model.
 
@@ -22,6 +27,7 @@ def check_fits(
         rows: Of each item; None where they are not known.
         max_model_len: Tokens of a prompt and its answer, at most; 0 where that is not known.
         max_item_rows: Rows of one item, at most; 0 where that is not known.
+        place: The field that makes the prompt.
 
     Raises:
         BadRequestError: ``item_too_large`` or ``prompt_too_long``.
@@ -31,7 +37,7 @@ def check_fits(
     certain = sum(rows[number] or 1 for number in shown)
     if max_model_len and certain >= max_model_len:
         raise invalid(
-            "messages",
+            place,
             f"the prompt's media alone take {certain} tokens, and this model takes {max_model_len}, its "
             "answer included; send fewer or smaller ones",
             "prompt_too_long",

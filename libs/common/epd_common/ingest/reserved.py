@@ -25,6 +25,8 @@ _RENDERED = (
     "response_format",
     "instructions",
     "input",
+    "text",
+    "previous_input_messages",
 )
 _RAW = ("prompt", "suffix")
 _NAME_LENGTH = 64

@@ -19,11 +19,12 @@ from typing import Any
 from epd_common.decoding.pictures import CorruptError, TooManyPixelsError, decode
 from epd_common.engines import AnswerHead, AnswerPiece, Placeholder
 from epd_common.errors import BadRequestError, EpdError, UpstreamError
+from epd_common.ingest.body import CHAT
 from epd_common.ingest.data_uri import parse_data_uri
 from epd_common.store import Arena
 from epd_sim.encoder_engine import SimEncoderEngine
 from epd_sim.engine import MAX_PIXELS
-from epd_sim.pd_engine import CHAT, SimPdEngine
+from epd_sim.pd_engine import SimPdEngine
 from epd_sim.profiles import Profile
 from epd_sim.sizing import size_of
 

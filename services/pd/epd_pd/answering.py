@@ -150,6 +150,7 @@ class Answering:
             traceparent=job.traceparent,
         )
         work = work_of(
+            job.route,
             prepared.body,
             prepared.items,
             [None] * len(prepared.items),

@@ -40,7 +40,6 @@ _WIDTH = 140
 
 def main() -> int:
     arguments = _parser().parse_args()
-    configure_logging("error", "text")
     try:
         plan = _plan(arguments)
         return uvloop.run(run(plan, arguments))
@@ -217,4 +216,5 @@ def _table(rows: list[Row], systems: list[str]) -> Table:
 
 
 if __name__ == "__main__":
+    configure_logging("error", "text")
     sys.exit(main())

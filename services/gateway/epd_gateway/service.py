@@ -72,6 +72,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 build_app(edge),
                 loop="none",  # this loop
                 http=BoundedHttp,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -13,6 +13,7 @@ import pytest
 
 from direct import Inbox, direct_job
 from epd_common.api_keys import ApiKey, hash_key
+from epd_common.ingest import Picture, PictureChecker
 from epd_common.protocol import Item, Media, encode, subjects
 from epd_common.protocol.keys import digest, embedding_key
 from fake_engine import answer_text
@@ -254,3 +255,25 @@ async def test_fc14_a_jobs_key_is_of_its_own_scope(tenants: Tenants) -> None:
     job = direct_job(stack, inbox, items=[item], scope="beta", body=body)
     await stack.bus.js.publish(subjects.generate_subject(stack.model, "l0"), encode(job))
     assert (await inbox.error()).code == "key_mismatch"
+
+
+# -- turns ------------------------------------------------------------------------------------------
+
+
+async def test_pictures_are_decoded_in_the_turns_of_their_tenants(
+    tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever they share of the cache."""
+    owners: list[str] = []
+    check = PictureChecker.check
+
+    async def noted(self: PictureChecker, data: bytes, **options: Any) -> Picture:
+        owners.append(options["owner"])
+        assert options["digest"] == digest(data)
+        return await check(self, data, **options)
+
+    monkeypatch.setattr(PictureChecker, "check", noted)
+    for key in ("a", "b", "s"):
+        await tenants.origin(key, picture())
+        await tenants.upload(key, picture())
+    assert owners == ["alpha", "alpha", "beta", "beta", "sigma", "sigma"]

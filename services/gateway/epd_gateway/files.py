@@ -42,7 +42,7 @@ def add_file_routes(app: FastAPI, edge: Edge) -> None:
     async def upload(request: Request) -> Any:
         caller = caller_of(request)
         data, filename, declared = await _read_form(request, edge.settings)
-        stored = await edge.ingest.admit(data, declared=declared, place="file")
+        stored = await edge.ingest.admit(data, declared=declared, place="file", owner=caller.tenant)
         uploaded = await edge.media.add_file(
             stored, filename=filename, purpose=PURPOSE, scope=caller.tenant
         )

@@ -135,7 +135,7 @@ async def _edge(
 ) -> Edge:
     limits = settings.ingest_limits()
     media = MediaStore(redis, ttl_s=settings.media_ttl_s)
-    pictures = await stack.enter_async_context(PictureChecker(limits))
+    pictures = await stack.enter_async_context(PictureChecker(limits, several=lambda: keys.several))
     fetcher = await stack.enter_async_context(
         MediaFetcher(
             allowed=settings.media_allow_hosts,

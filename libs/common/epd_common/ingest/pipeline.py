@@ -89,7 +89,8 @@ class Ingest:
             body: The OpenAI body; it is not changed.
             fingerprint: Of the model that will read the media.
             scope: Whose cache entries these may be (tenant).
-            files_of: The tenant whose uploads the body may name, where that is not the scope.
+            files_of: The tenant whose uploads the body may name, and whose turns its media take, where that
+                is not the scope.
             special_tokens: What no text may hold.
             special_token_ids: Their ids, in the same order.
             modalities: What the model takes beside text.
@@ -113,16 +114,26 @@ class Ingest:
             part.reference["item"] = numbers.setdefault(item.key, len(numbers))
         return Prepared(found.body, list(distinct.values()))
 
-    async def admit(self, data: bytes, *, declared: str = "", place: str) -> StoredFile:
-        """Check one picture and store it: what an upload needs."""
-        return await self._admit(data, await _digest(data), "image", declared, place)
+    async def admit(
+        self, data: bytes, *, declared: str = "", place: str, owner: str = ""
+    ) -> StoredFile:
+        """Check one picture and store it: what an upload of a tenant (``owner``) needs."""
+        return await self._admit(data, await _digest(data), "image", declared, place, owner)
 
     async def _admit(
-        self, data: bytes, media_digest: str, modality: Modality, declared: str, place: str
+        self,
+        data: bytes,
+        media_digest: str,
+        modality: Modality,
+        declared: str,
+        place: str,
+        owner: str,
     ) -> StoredFile:
         width = height = 0
         if modality == "image":
-            picture = await self._pictures.check(data, declared=declared, place=place)
+            picture = await self._pictures.check(
+                data, declared=declared, place=place, owner=owner, digest=media_digest
+            )
             content_type, width, height = picture.content_type, picture.width, picture.height
         else:
             limit = self._limits.max_media_bytes
@@ -153,7 +164,9 @@ class Ingest:
             same = (modality, media_digest)
             if same not in admitted:
                 admitted[same] = group.create_task(
-                    self._admit(media.data, media_digest, modality, media.content_type, place)
+                    self._admit(
+                        media.data, media_digest, modality, media.content_type, place, owner
+                    )
                 )
             return await admitted[same]
 

@@ -141,6 +141,7 @@ async def _edge(
             allowed=settings.media_allow_hosts,
             max_bytes=settings.max_media_bytes,
             timeout_s=settings.media_timeout_s,
+            several=lambda: keys.several,
         )
     )
     ingest = Ingest(media, pictures, limits, fetch=fetcher.fetch, files=media)

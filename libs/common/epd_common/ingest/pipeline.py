@@ -174,7 +174,7 @@ class Ingest:
             async with gate:
                 match source:
                     case UrlSource(url):
-                        media = await self._read(url, place)
+                        media = await self._read(url, place, owner)
                         return keying.new(await admit_once(media, modality, place), modality)
                     case FileSource(file_id):
                         stored = await self._look_up(file_id, owner, place)
@@ -201,7 +201,7 @@ class Ingest:
             raise failure
         return {wanted: task.result() for wanted, task in tasks.items()}
 
-    async def _read(self, url: str, place: str) -> FetchedMedia:
+    async def _read(self, url: str, place: str, owner: str) -> FetchedMedia:
         if is_data_uri(url):
             limit = self._limits.max_media_bytes
             if len(url) <= _OFFLOAD_BYTES:
@@ -223,7 +223,7 @@ class Ingest:
                 "or the media as a data URI",
                 "media_url_refused",
             )
-        return await self._fetch(url, place)
+        return await self._fetch(url, place, owner=owner)
 
     async def _look_up(self, file_id: str, owner: str, place: str) -> StoredFile:
         stored = await self._files.lookup(file_id, owner) if self._files is not None else None

@@ -57,6 +57,13 @@ def png(width: int, height: int, pixels: bytes | None = None, *more: bytes) -> b
     return start + b"".join(more) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
+def scanned(times: int, edge: int = 64) -> bytes:
+    """A progressive JPEG whose last scan comes so many times more; all decoders take it."""
+    whole = saved("JPEG", Image.new("RGB", (edge, edge), (9, 9, 9)), progressive=True)
+    at = whole.rindex(b"\xff\xda")
+    return whole[:-2] + whole[at:-2] * times + whole[-2:]
+
+
 def files() -> dict[str, bytes]:
     """Whole pictures of every type."""
     frames = [Image.effect_noise((30, 20), 90).convert("RGB") for _ in range(4)]
@@ -144,6 +151,8 @@ def invalid() -> Iterator[tuple[str, bytes]]:
         "png with a bomb of text",
         png(30, 20, None, chunk(b"zTXt", b"k\0\0" + zlib.compress(b"x" * 200_000_000, 9))),
     )
+    yield "jpeg of many scans", scanned(200, 4000)
+    yield "png of many chunks", png(30, 20, None, chunk(b"teSt", b"abc") * 1_000_000)
     yield "png of too few pixels", png(500, 500, zlib.compress(b"\0" * 100))
     yield "png whose pixels are no zlib", png(30, 20, rng.randbytes(100))
     yield "tiff whose strip is elsewhere", sized_tiff(30, 20, offset=0x7FFFFFFF)

@@ -7,6 +7,9 @@ import io
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +18,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from epd_common.decoding.child import HEAD, READY, allowed_s
 from epd_common.decoding.pictures import CorruptError, Picture, TooManyPixelsError
 from epd_common.decoding.pool import (
     DecodeMemoryError,
@@ -23,8 +27,10 @@ from epd_common.decoding.pool import (
     DecoderStartError,
     DecodeTimeoutError,
 )
+from epd_common.decoding.structure import TooComplexError
 from epd_common.errors import EpdError
 from epd_common.ingest import IngestLimits, PictureChecker
+from hostile_media import scanned
 from service_stack import eventually, picture
 
 MIB = 1 << 20
@@ -56,6 +62,9 @@ def test_a_process_is_used_again(pool: DecoderPool) -> None:
         except CorruptError:
             pass
         assert pool.idle_pids == [pid]
+    with pytest.raises(TooComplexError, match="more than 100 scans"):
+        pool.decode(scanned(101), PIXELS)
+    assert pool.idle_pids == [pid]
     with pytest.raises(TooManyPixelsError, match="64"):
         pool.decode(picture(), 63)
     assert pool.idle_pids == [pid]
@@ -95,6 +104,46 @@ def test_time_is_bounded_by_the_process_itself(monkeypatch: pytest.MonkeyPatch) 
         assert short.idle_pids == []
     finally:
         short.close()
+
+
+def test_a_processors_time_is_bounded_by_bytes_and_pixels() -> None:
+    assert allowed_s(0, 0) < allowed_s(1 << 20, 0) < allowed_s(1 << 20, 1_000_000)
+    assert allowed_s(600_000, PIXELS) < IngestLimits().decode_timeout_s / 2
+
+
+@pytest.mark.parametrize("constant", ["BASE_S", "none"])
+def test_what_takes_a_processor_for_too_long_ends(constant: str) -> None:
+    """However much time the clock would leave it."""
+    program = (
+        "import sys; from epd_common.decoding import child; sys.argv[1:] = ['2000000000']; "
+        f"child.MEGAPIXEL_S = child.MEBIBYTE_S = 0; child.{constant} = 0.05; child.main()"
+    )
+    ours, theirs = socket.socketpair()
+    data = plain(8000, 8000)
+    with ours, theirs:
+        process = subprocess.Popen([sys.executable, "-c", program], stdin=theirs.fileno())
+        theirs.close()
+        assert ours.recv(1) == READY
+        ours.sendall(HEAD.pack(len(data), PIXELS, 60.0) + data)
+        answer = ours.recv(4)
+        if constant == "none":
+            assert answer  # 3 s are enough
+            process.kill()
+        else:
+            assert process.wait(30) == -signal.SIGPROF
+        process.wait(30)
+
+
+async def test_a_process_that_took_too_long_of_a_processor_is_a_timeout(pool: DecoderPool) -> None:
+    await asyncio.to_thread(pool.decode, picture(), PIXELS)
+    (pid,) = pool.idle_pids
+    os.kill(pid, signal.SIGSTOP)
+    decoding = asyncio.create_task(asyncio.to_thread(pool.decode, picture(), PIXELS))
+    await eventually(lambda: pool.idle_pids == [], "it has the picture")
+    os.kill(pid, signal.SIGPROF)
+    os.kill(pid, signal.SIGCONT)
+    with pytest.raises(DecodeTimeoutError):
+        await decoding
 
 
 def test_time_is_bounded_by_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +213,7 @@ def test_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ("error", "status", "code"),
     [
         (DecodeMemoryError(), 413, "decode_memory"),
+        (TooComplexError("more than 100 scans"), 413, "image_too_complex"),
         (DecodeTimeoutError(), 400, "decode_timeout"),
         (DecoderDiedError("exit code -11"), 400, "invalid_image"),
         (DecoderStartError("no"), 503, "unavailable"),

@@ -21,10 +21,16 @@ import httpcore
 import pytest
 
 from certificates import certificate
-from epd_common.errors import BadRequestError, EpdError, TooLargeError, UnsupportedMediaError
-from epd_common.ingest import IngestLimits, PictureChecker
+from epd_common.errors import (
+    BadRequestError,
+    BusyError,
+    EpdError,
+    TooLargeError,
+    UnsupportedMediaError,
+)
+from epd_common.ingest import FetchedMedia, IngestLimits, PictureChecker
 from epd_gateway.addresses import AllowedHost, is_public, parse_allowed_hosts
-from epd_gateway.fetch import MediaFetcher
+from epd_gateway.fetch import WAITING_EACH, MediaFetcher
 
 PLACE = "messages[0].content[1]"
 BYTES = bytes(range(256)) * 40
@@ -478,6 +484,69 @@ async def test_slow_name_resolution_counts(server: Server) -> None:
 
     setup = Setup(server, timeout_s=0.05, resolver=never)
     await setup.fails("https://good.example/", "media_fetch_timeout")
+
+
+@asynccontextmanager
+async def crowd(server: Server, count: int, **options: Any) -> AsyncIterator[MediaFetcher]:
+    """A fetcher while a tenant, ``crowd``, fetches from a host that never answers."""
+    async with Setup(server, "localhost", several=lambda: True, **options).fetcher as fetcher:
+        fetches = [
+            asyncio.ensure_future(fetcher.fetch("http://localhost/hangs", PLACE, owner="crowd"))
+            for _ in range(count)
+        ]
+        await server.arrived.wait()
+        try:
+            yield fetcher
+        finally:
+            for fetch in fetches:
+                fetch.cancel()
+            await asyncio.gather(*fetches, return_exceptions=True)
+
+
+async def test_hosts_that_hang_hold_up_their_tenant_alone(server: Server) -> None:
+    async with crowd(server, 20, max_connections=4) as fetcher:
+        for _ in range(3):
+            async with asyncio.timeout(5):
+                found = await fetcher.fetch("http://localhost/a.png", PLACE, owner="other")
+            assert found == FetchedMedia(BYTES, "image/png")
+        assert len(server.requests) == 2 + 3
+
+
+async def test_waiting_for_a_connection_is_not_the_hosts_time(server: Server) -> None:
+    options = {"max_connections": 1, "timeout_s": 0.1}
+    async with Setup(server, "localhost", **options).fetcher as fetcher:
+        await fetcher._places.take("")
+        with pytest.raises(BusyError) as caught:
+            await fetcher.fetch("http://localhost/a.png", PLACE)
+        assert server.requests == []
+        assert (caught.value.code, caught.value.param) == ("media_fetch_busy", PLACE)
+        assert caught.value.retry_after_s and "host" not in caught.value.message
+
+
+async def test_who_waited_has_all_of_his_time(server: Server) -> None:
+    options = {"max_connections": 1, "timeout_s": 1.0}
+    async with Setup(server, "localhost", **options).fetcher as fetcher:
+        hanging = asyncio.ensure_future(fetcher.fetch("http://localhost/hangs", PLACE))
+        await server.arrived.wait()
+        asyncio.get_running_loop().call_later(0.7, hanging.cancel)
+        with pytest.raises(BadRequestError) as caught:
+            started = time.monotonic()
+            await fetcher.fetch("http://localhost/hangs", PLACE)
+        assert caught.value.code == "media_fetch_timeout"
+        assert time.monotonic() - started > 1.6
+
+
+async def test_too_many_that_wait_are_refused_at_once(server: Server) -> None:
+    async with crowd(server, 1 + WAITING_EACH // 2, max_connections=1) as fetcher:
+        for owner, waits in (("crowd", False), ("other", True)):
+            fetch = asyncio.ensure_future(
+                fetcher.fetch("http://localhost/a.png", PLACE, owner=owner)
+            )
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert fetch.done() is not waits
+            fetch.cancel()
+            await asyncio.gather(fetch, return_exceptions=True)
 
 
 async def test_cancelling_leaves_the_server(server: Server) -> None:

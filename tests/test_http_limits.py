@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from epd_gateway import http_limits
-from service_stack import ServiceStack, bare_stack
+from epd_gateway.http_limits import MAX_PIPELINED
+from service_stack import ServiceStack, bare_stack, eventually
 
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 FORM = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=B\r\n"
@@ -231,3 +235,191 @@ async def test_an_upload_says_its_length(stack: ServiceStack) -> None:
     async with connected(stack) as raw:
         await raw.say(FORM + b"transfer-encoding: chunked\r\n\r\n1\r\n-\r\n0\r\n\r\n")
         await raw.refused(400, "length_required")
+
+
+PIPELINED = b"GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def test_few_requests_at_once_are_all_answered(stack: ServiceStack) -> None:
+    async with connected(stack) as raw:
+        for _ in range(3):
+            await raw.say(b"".join(HEALTH + b"x: %d\r\n\r\n" % n for n in range(MAX_PIPELINED)))
+            for _ in range(MAX_PIPELINED):
+                assert await raw.answer() == (200, {"status": "ok"})
+
+
+def flood(address: tuple[str, int], count: int) -> int:
+    """Send so many requests in one piece; how many are answered until the connection ends."""
+    received = bytearray()
+    with socket.create_connection(address, timeout=BOUND_S) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(PIPELINED * count)
+        with contextlib.suppress(ConnectionError):
+            while piece := connection.recv(1 << 16):
+                received += piece
+    assert received.count(b"connection: close") <= 1
+    return received.count(b"HTTP/1.1 404")
+
+
+async def test_the_connection_ends_where_too_many_wait(stack: ServiceStack) -> None:
+    url = stack.http.base_url
+    address = (url.host, url.port or 0)
+    assert await asyncio.to_thread(flood, address, 1) == 1  # until the end of keep-alive
+    assert await asyncio.to_thread(flood, address, 5000) <= MAX_PIPELINED + 1
+
+
+async def test_the_last_of_too_many_says_so(stack: ServiceStack) -> None:
+    async with connected(stack) as raw:
+        await raw.say(PIPELINED * (MAX_PIPELINED + 2))
+        for _ in range(MAX_PIPELINED):
+            await raw.refused(404, "unknown_route")
+        assert b"connection: close" in await raw.reader.readuntil(b"\r\n\r\n")
+
+
+class Paused:
+    """An application whose requests are answered when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.gone: list[str] = []
+        self.go = asyncio.Semaphore(0)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.begun.append(scope["path"])
+        answering = asyncio.ensure_future(self.go.acquire())
+        while not answering.done():
+            told = asyncio.ensure_future(receive())
+            await asyncio.wait((answering, told), return_when=asyncio.FIRST_COMPLETED)
+            if told.done() and told.result()["type"] == "http.disconnect":
+                self.gone.append(scope["path"])
+                answering.cancel()
+                return
+            told.cancel()
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+class Transport(asyncio.Transport):
+    """A connection that keeps what is written, and whether it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading, self.closed, self.written = True, False, b""
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+
+@contextlib.asynccontextmanager
+async def protocol() -> AsyncIterator[tuple[http_limits.BoundedHttp, Transport, Paused]]:
+    app = Paused()
+    config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none")
+    config.load()
+    made, transport = http_limits.BoundedHttp(config, ServerState(), {}), Transport()
+    made.connection_made(transport)
+    try:
+        yield made, transport, app
+    finally:
+        made.connection_lost(None)
+        for task in list(made.tasks):
+            await task
+
+
+def numbered(*numbers: int) -> bytes:
+    return b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % n for n in numbers)
+
+
+async def test_nothing_is_read_while_requests_wait() -> None:
+    async with protocol() as (http, transport, app):
+        http.data_received(numbered(0, 1, 2))
+        for n in (1, 2):
+            await eventually(lambda n=n: len(app.begun) == n, f"{n} begins")
+            assert not transport.reading, n
+            app.go.release()
+        await eventually(lambda: len(app.begun) == 3 and transport.reading, "the last begins")
+        app.go.release()
+        await eventually(lambda: transport.written.count(b"HTTP/1.1 200") == 3, "all are answered")
+        assert app.begun == ["/0", "/1", "/2"]
+
+
+async def test_nothing_more_is_read_once_too_many_wait() -> None:
+    async with protocol() as (http, transport, app):
+        http.data_received(numbered(*range(10_000)))
+        assert len(http.pipeline) == MAX_PIPELINED
+        http.data_received(numbered(*range(100)))
+        assert len(http.pipeline) == MAX_PIPELINED
+        for n in range(MAX_PIPELINED + 1):
+            await eventually(lambda n=n: len(app.begun) == n + 1, f"{n} begins")
+            assert not transport.reading
+            app.go.release()
+        await eventually(lambda: transport.closed, "it is closed")
+        assert transport.written.count(b"HTTP/1.1 200") == MAX_PIPELINED + 1
+        assert transport.written.count(b"connection: close") == 1
+
+
+async def test_the_request_that_runs_learns_that_its_client_has_gone() -> None:
+    """Also where others wait behind it, which begin no more."""
+    async with protocol() as (http, _, app):
+        http.data_received(numbered(0, 1, 2))
+        await eventually(lambda: app.begun == ["/0"], "the first begins")
+        http.connection_lost(ConnectionResetError())
+        await eventually(lambda: app.gone == ["/0"], "it is told")
+    assert app.begun == ["/0"]
+
+
+async def test_an_answer_ends_nothing_of_the_body_behind_it(soon: None) -> None:
+    async with protocol() as (http, transport, app):
+        http.data_received(numbered(0) + POST + b"content-length: 5\r\n\r\n{")
+        app.go.release()
+        await eventually(lambda: len(app.begun) == 2, "the next begins")
+        await asyncio.sleep(SOON_S * 1.5)
+        assert not transport.closed
+        http.data_received(b"    ")
+        app.go.release()
+        await eventually(lambda: transport.written.count(b"HTTP/1.1 200") == 2, "both are answered")
+
+
+async def test_junk_behind_a_request_is_answered_once() -> None:
+    async with protocol() as (http, transport, app):
+        http.data_received(numbered(0, 1) + b"junk\r\n\r\n")
+        await eventually(lambda: app.begun == ["/0"], "the first begins")
+        app.go.release()
+        await eventually(lambda: not http.tasks, "it has ended")
+        assert transport.closed
+        assert transport.written.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("path", [b"/", b"/health", b"/v1/chat/completions"])
+async def test_a_websocket_is_told_that_there_are_none(stack: ServiceStack, path: bytes) -> None:
+    async with connected(stack) as raw:
+        await raw.say(
+            b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: keep-alive, Upgrade\r\nupgrade: WebSocket\r\n"
+            b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+            % path
+        )
+        await raw.refused(400, "upgrade_not_supported")
+        await raw.closed()
+
+
+async def test_an_offer_of_another_protocol_is_passed_over(stack: ServiceStack) -> None:
+    """Java's client and curl's offer HTTP/2 so."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMA\r\n\r\n"
+    async with connected(stack) as raw:
+        for _ in range(2):
+            await raw.say(HEALTH + offer)
+            assert await raw.answer() == (200, {"status": "ok"})
+        await raw.say(HEALTH + b"\r\n")
+        assert await raw.answer() == (200, {"status": "ok"})

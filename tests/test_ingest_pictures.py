@@ -14,9 +14,16 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 
 from epd_common.decoding.pictures import CorruptError, decode
-from epd_common.decoding.pool import DecoderPool
-from epd_common.errors import BadRequestError, BusyError, TooLargeError, UnsupportedMediaError
+from epd_common.decoding.pool import DecodeMemoryError, DecoderPool, DecodeTimeoutError
+from epd_common.errors import (
+    BadRequestError,
+    BusyError,
+    EpdError,
+    TooLargeError,
+    UnsupportedMediaError,
+)
 from epd_common.ingest import IngestLimits, Picture, PictureChecker
+from epd_common.ingest.hopeless import KEPT_S, MAX_KEPT, Hopeless
 
 PLACE = "messages[0].content[1]"
 NOISE = Image.effect_noise((40, 24), 100).convert("RGB")
@@ -208,8 +215,10 @@ class Blocker:
     def __init__(self) -> None:
         self.started = threading.Semaphore(0)
         self.go = threading.Event()
+        self.seen: list[bytes] = []
 
-    def __call__(self, *_: object) -> Picture:
+    def __call__(self, data: bytes, _: int) -> Picture:
+        self.seen.append(data)
         self.started.release()
         assert self.go.wait(10)
         return Picture("image/png", 1, 1)
@@ -245,6 +254,94 @@ async def test_a_cancelled_check_frees_its_slot_when_the_thread_ends(blocker: Bl
             await check
         blocker.go.set()
         assert await checker.check(FILES["png"], place=PLACE) == Picture("image/png", 1, 1)
+
+
+async def test_another_tenants_picture_waits_behind_nobody(blocker: Blocker) -> None:
+    limits = IngestLimits(decode_workers=2)
+    async with (
+        PictureChecker(limits, several=lambda: True) as checker,
+        asyncio.TaskGroup() as group,
+    ):
+        for _ in range(20):
+            group.create_task(checker.check(FILES["png"], place="a", owner="a"))
+        await asyncio.to_thread(blocker.started.acquire)
+        group.create_task(checker.check(FILES["gif"], place="b", owner="b"))
+        await asyncio.to_thread(blocker.started.acquire)
+        blocker.go.set()
+        assert blocker.seen[:2] == [FILES["png"], FILES["gif"]]
+
+
+async def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[bytes] = []
+
+    def decode(_: object, data: bytes, __: int) -> Picture:
+        order.append(data[-2:])
+        return Picture("image/png", 1, 1)
+
+    monkeypatch.setattr(DecoderPool, "decode", decode)
+    limits = IngestLimits(decode_workers=1)
+    async with (
+        PictureChecker(limits, several=lambda: True) as checker,
+        asyncio.TaskGroup() as group,
+    ):
+        for name in ("a0", "a1", "a2", "b0", "b1", "c0"):
+            data = FILES["png"] + name.encode()
+            group.create_task(checker.check(data, place="x", owner=name[0]))
+    assert order == [b"a0", b"a1", b"b0", b"c0", b"a2", b"b1"]
+
+
+@pytest.mark.parametrize("fault", [DecodeTimeoutError, DecodeMemoryError])
+async def test_what_took_too_much_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, fault: type[Exception]
+) -> None:
+    tried = 0
+
+    def decode(*_: object) -> Picture:
+        nonlocal tried
+        tried += 1
+        raise fault
+
+    monkeypatch.setattr(DecoderPool, "decode", decode)
+    codes = set()
+    async with PictureChecker(IngestLimits(decode_workers=1)) as checker:
+
+        async def check(owner: str, digest: str) -> None:
+            with pytest.raises(EpdError) as caught:
+                await checker.check(FILES["png"], place=PLACE, owner=owner, digest=digest)
+            assert caught.value.param == PLACE
+            codes.add(caught.value.code)
+
+        await asyncio.gather(*(check("a", "1") for _ in range(8)))
+        await check("a", "1")
+        assert tried == 1
+        await check("a", "2")
+        await check("b", "1")  # a tenant learns nothing of another's
+        await check("", "")
+        await check("", "")
+        assert tried == 5
+    assert codes == {"decode_timeout" if fault is DecodeTimeoutError else "decode_memory"}
+
+
+async def test_what_is_only_broken_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with PictureChecker(IngestLimits(decode_workers=1)) as checker:
+        with pytest.raises(BadRequestError):
+            await checker.check(FILES["png"][:-9], place=PLACE, digest="1")
+        await checker.check(FILES["png"], place=PLACE, digest="1")
+
+
+def test_the_hopeless_are_forgotten() -> None:
+    now = 0.0
+    hopeless = Hopeless(lambda: now)
+    hopeless.add("a", "first", DecodeTimeoutError)
+    assert hopeless.find("a", "first") is DecodeTimeoutError
+    assert hopeless.find("b", "first") is None
+    now = KEPT_S
+    assert hopeless.find("a", "first") is None
+    hopeless.add("a", "first", DecodeTimeoutError)
+    for n in range(MAX_KEPT):
+        hopeless.add("a", str(n), DecodeMemoryError)
+    assert hopeless.find("a", "first") is None
+    assert hopeless.find("a", "0") is DecodeMemoryError
 
 
 def test_limits_must_be_positive() -> None:

@@ -86,7 +86,8 @@ class Store:
             return None
         return stored(GREEN, 6, 8)
 
-    async def fetch(self, url: str, place: str) -> FetchedMedia:
+    async def fetch(self, url: str, place: str, *, owner: str = "") -> FetchedMedia:
+        assert owner == SCOPE
         self.fetched.append(url)
         self.started.release()
         if url.endswith("/hangs"):

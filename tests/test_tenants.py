@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 
 from direct import Inbox, direct_job
 from epd_common.api_keys import ApiKey, hash_key
+from epd_common.ingest import Picture, PictureChecker
 from epd_common.protocol import Item, Media, encode, subjects
 from epd_common.protocol.keys import digest, embedding_key
+from epd_gateway.addresses import parse_allowed_hosts
 from fake_engine import answer_text
 from service_stack import CHAT, ServiceStack, bare_stack, eventually, picture, text_of
 
@@ -254,3 +257,79 @@ async def test_fc14_a_jobs_key_is_of_its_own_scope(tenants: Tenants) -> None:
     job = direct_job(stack, inbox, items=[item], scope="beta", body=body)
     await stack.bus.js.publish(subjects.generate_subject(stack.model, "l0"), encode(job))
     assert (await inbox.error()).code == "key_mismatch"
+
+
+# -- turns ------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def web(page: bytes) -> AsyncIterator[tuple[str, asyncio.Semaphore]]:
+    """A host that answers ``/good`` alone; its URL, and what counts the requests for others."""
+    hanging = asyncio.Semaphore(0)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            request = await reader.readuntil(b"\r\n\r\n")
+            if request.split()[1] != b"/good":
+                hanging.release()
+                await reader.read()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(page), page))
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://localhost:{server.sockets[0].getsockname()[1]}", hanging
+
+
+async def test_urls_that_hang_hold_up_their_tenant_alone(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    """Ten requests with eight such URLs each want more connections than there are."""
+    data = picture()
+
+    def body(tenants: Tenants, *urls: str) -> dict[str, Any]:
+        made = tenants.stack.body("x")
+        for url in reversed(urls):
+            part = {"type": "image_url", "image_url": {"url": url}}
+            made["messages"][0]["content"].insert(0, part)
+        return made
+
+    async with web(data) as (url, hanging):
+        allowed = parse_allowed_hosts(url.removeprefix("http://"))
+        async with opened(nats_url, redis_url, tmp_path, media_allow_hosts=allowed) as tenants:
+            crowd = [
+                asyncio.create_task(
+                    tenants.post("a", body(tenants, *(f"{url}/{n}/{m}" for m in range(8))))
+                )
+                for n in range(10)
+            ]
+            try:
+                for _ in range(32):
+                    await asyncio.wait_for(hanging.acquire(), 10)
+                started = time.monotonic()
+                answer = await tenants.post("b", body(tenants, f"{url}/good"))
+                assert text_of(answer) == answer_text("x", data)
+                assert time.monotonic() - started < 5
+                assert hanging.locked(), "the crowd has half of the connections"
+            finally:
+                for task in crowd:
+                    task.cancel()
+                await asyncio.gather(*crowd, return_exceptions=True)
+
+
+async def test_pictures_are_decoded_in_the_turns_of_their_tenants(
+    tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever they share of the cache."""
+    owners: list[str] = []
+    check = PictureChecker.check
+
+    async def noted(self: PictureChecker, data: bytes, **options: Any) -> Picture:
+        owners.append(options["owner"])
+        assert options["digest"] == digest(data)
+        return await check(self, data, **options)
+
+    monkeypatch.setattr(PictureChecker, "check", noted)
+    for key in ("a", "b", "s"):
+        await tenants.origin(key, picture())
+        await tenants.upload(key, picture())
+    assert owners == ["alpha", "alpha", "beta", "beta", "sigma", "sigma"]

@@ -3,24 +3,31 @@
 https and public addresses alone, unless an operator allows a host; no proxies, cookies, credentials or
 compression; few redirects, each judged like a first URL; bounded in bytes and in time. Errors name the
 host that the client wrote, and nothing that was learnt on the way.
+
+Connections are taken in turn by tenant, of whom none has more than half, so that hosts that never answer hold
+up those alone who name them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Self
 
 import httpcore
 import httpx
 
-from epd_common.errors import BadRequestError
+from epd_common.errors import BadRequestError, BusyError
 from epd_common.ingest import FetchedMedia
 from epd_common.ingest.limits import media_too_large
+from epd_common.places import FairPlaces, LineFullError
 from epd_gateway.addresses import AllowedHost, is_allowed
 from epd_gateway.connect import AddressRefusedError, CheckedBackend, Resolver, resolve
+
+WAITING_EACH = 16
+"""Fetches that may wait for each connection before further ones are refused at once."""
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MAX_URL_LENGTH = 8192
@@ -41,7 +48,9 @@ class MediaFetcher:
         max_bytes: Most bytes of one answer.
         timeout_s: Seconds for one URL, name resolution and redirects included.
         max_redirects: Redirects that are followed.
-        max_connections: Connections at the same time; further fetches wait, within their time.
+        max_connections: Connections at the same time. Further fetches wait, also for ``timeout_s``, before
+            their own time begins.
+        several: Whether there are tenants to protect from each other; else one may have all connections.
         resolver: Finds the addresses of a host; by default the system's.
         network: What connects; by default TCP.
         tls: TLS settings; by default those of the ``certifi`` authorities.
@@ -55,6 +64,7 @@ class MediaFetcher:
         timeout_s: float,
         max_redirects: int = 3,
         max_connections: int = 64,
+        several: Callable[[], bool] = lambda: False,
         resolver: Resolver = resolve,
         network: httpcore.AsyncNetworkBackend | None = None,
         tls: ssl.SSLContext | None = None,
@@ -63,6 +73,12 @@ class MediaFetcher:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._max_redirects = max_redirects
+        self._places = FairPlaces(
+            max_connections,
+            share=max(1, max_connections // 2),
+            line=WAITING_EACH * max_connections,
+            several=several,
+        )
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=tls or httpx.create_ssl_context(trust_env=False),
             max_connections=max_connections,
@@ -82,18 +98,41 @@ class MediaFetcher:
     ) -> None:
         await self._pool.__aexit__(kind, error, trace)
 
-    async def fetch(self, url: str, place: str) -> FetchedMedia:
+    async def fetch(self, url: str, place: str, *, owner: str = "") -> FetchedMedia:
         """Fetch one URL.
 
         Args:
             url: The URL as the client wrote it.
             place: Where it stands in the request, for errors.
+            owner: The tenant whose turn it takes.
 
         Raises:
+            BusyError: ``media_fetch_busy``, if no connection was free in time.
             BadRequestError: ``media_url_refused``, ``media_fetch_failed`` or ``media_fetch_timeout``.
             TooLargeError: ``media_too_large``.
         """
         target = self._parse(url.strip(), place)
+        await self._take_place(owner, place)
+        try:
+            return await self._fetch(target, place)
+        finally:
+            self._places.give_back(owner)
+
+    async def _take_place(self, owner: str, place: str) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._places.take(owner)
+        except (TimeoutError, LineFullError):
+            raise BusyError(
+                f"the URL at {place} could not be fetched yet, as too many others are being fetched; "
+                "try again in a moment",
+                code="media_fetch_busy",
+                param=place,
+                stage="ingest",
+                retry_after_s=5.0,
+            ) from None
+
+    async def _fetch(self, target: httpx.URL, place: str) -> FetchedMedia:
         host = target.host
         try:
             async with asyncio.timeout(self._timeout_s):

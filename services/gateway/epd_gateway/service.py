@@ -72,6 +72,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 build_app(edge),
                 loop="none",  # this loop
                 http=BoundedHttp,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -143,12 +144,13 @@ async def _edge(
         bound = await quotas.bound.bytes()
         logger.info("bytes in the media store that a tenant may have: %s", bound or "any number")
     media = MediaStore(redis, ttl_s=settings.media_ttl_s, quotas=quotas)
-    pictures = await stack.enter_async_context(PictureChecker(limits))
+    pictures = await stack.enter_async_context(PictureChecker(limits, several=lambda: keys.several))
     fetcher = await stack.enter_async_context(
         MediaFetcher(
             allowed=settings.media_allow_hosts,
             max_bytes=settings.max_media_bytes,
             timeout_s=settings.media_timeout_s,
+            several=lambda: keys.several,
         )
     )
     ingest = Ingest(media, pictures, limits, fetch=fetcher.fetch, files=media)

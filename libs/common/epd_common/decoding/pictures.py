@@ -21,6 +21,8 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from epd_common.decoding.structure import TooComplexError, check_directory, check_structure
+
 _PNG_END = b"IEND\xaeB\x60\x82"
 
 _SIDEWAYS = range(5, 9)
@@ -93,10 +95,18 @@ def picture_size(data: bytes) -> tuple[int, int]:
     return (height, width) if turned else (width, height)
 
 
-def decode(data: bytes, max_pixels: int) -> Picture:
+def _no_matter(pixels: int) -> None:
+    pass
+
+
+def decode(data: bytes, max_pixels: int, on_pixels: Callable[[int], None] = _no_matter) -> Picture:
     """Decode a picture fully, and say what it is.
 
+    Args:
+        on_pixels: Told of how many there are before they are decoded.
+
     Raises:
+        TooComplexError: it has too many parts, whatever they are.
         TooManyPixelsError: seen in the header, before anything is decoded.
         CorruptError: it is truncated or corrupt.
         MemoryError: there is not enough.
@@ -106,12 +116,14 @@ def decode(data: bytes, max_pixels: int) -> Picture:
     entry = _find(data)
     if entry is None:
         raise CorruptError("its type is not supported")
+    check_structure(data, entry.content_type)
     try:
         with entry.open(BytesIO(data), "") as image:
             pixels = image.width * image.height
             if pixels <= max_pixels:
+                on_pixels(pixels)
                 return _decode(image, data, entry.content_type)
-    except MemoryError:
+    except (MemoryError, TooComplexError):
         raise
     except Image.DecompressionBombError:
         raise TooManyPixelsError("too many") from None
@@ -139,6 +151,9 @@ def _decode(image: ImageFile.ImageFile, data: bytes, content_type: str) -> Pictu
     if not image.width or not image.height:
         raise ValueError("no pixels")
     width, height = image.size
+    exif = image.info.get("exif")
+    if isinstance(exif, bytes):
+        check_directory(exif.removeprefix(b"Exif\0\0"))
     if _orientation(image) in _SIDEWAYS:
         width, height = height, width
     return Picture(content_type, width, height)

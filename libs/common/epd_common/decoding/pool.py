@@ -21,6 +21,7 @@ from typing import Any
 import epd_common
 from epd_common.decoding.child import ANSWER, HEAD, READY
 from epd_common.decoding.pictures import CorruptError, Picture, TooManyPixelsError
+from epd_common.decoding.structure import TooComplexError
 
 GRACE_S = 1.0
 """So much later than a process's own alarm the parent stops to wait for it."""
@@ -130,6 +131,8 @@ class _Process:
         return self._process.wait()
 
 
+_ALARMS = (-signal.SIGALRM, -signal.SIGPROF)
+
 _LIBRARY = Path(epd_common.__file__).resolve().parent.parent
 
 
@@ -138,7 +141,7 @@ class DecoderPool:
 
     Args:
         memory_bytes: What a process may take beside what it has once it is started.
-        timeout_s: For one file.
+        timeout_s: For one file, by the clock, at most.
     """
 
     def __init__(self, *, memory_bytes: int, timeout_s: float) -> None:
@@ -158,7 +161,8 @@ class DecoderPool:
         """Decode one picture; blocks.
 
         Raises:
-            TooManyPixelsError, CorruptError: see :func:`epd_common.decoding.pictures.decode`.
+            TooComplexError, TooManyPixelsError, CorruptError: see
+                :func:`epd_common.decoding.pictures.decode`.
             DecodeMemoryError, DecodeTimeoutError, DecoderDiedError: a limit, or the process's end.
             DecoderStartError: there is no process that could be asked.
         """
@@ -166,12 +170,12 @@ class DecoderPool:
         try:
             found = process.ask(data, max_pixels, self._timeout_s)
             picture = _read_answer(found)
-        except (CorruptError, TooManyPixelsError):
+        except (CorruptError, TooComplexError, TooManyPixelsError):
             self._give_back(process)
             raise
         except BaseException as error:
             code = process.end()
-            if isinstance(error, TimeoutError) or code == -signal.SIGALRM:
+            if isinstance(error, TimeoutError) or code in _ALARMS:
                 raise DecodeTimeoutError from None
             if isinstance(error, DecodeMemoryError) or not isinstance(error, OSError | ValueError):
                 raise
@@ -209,6 +213,8 @@ def _read_answer(found: dict[str, Any]) -> Picture:
     match found:
         case {"fault": "pixels", "text": str(text)}:
             raise TooManyPixelsError(text[:40])
+        case {"fault": "complex", "text": str(text)}:
+            raise TooComplexError(text[:100])
         case {"fault": "corrupt", "text": str(text)}:
             raise CorruptError(text[:200])
         case {"fault": "memory"}:

@@ -21,8 +21,10 @@ class IngestLimits:
         concurrent_loads: Parts of one request that are fetched and checked at the same time, which
             bounds the bytes a request holds in memory to so many times ``max_media_bytes``.
         decode_workers: Processes that decode. Each may hold one picture of ``max_pixels``.
-        decode_queue: Pictures that wait for a process before further ones are answered 429.
-        decode_timeout_s: Seconds that one decode may take.
+        decode_queue: Pictures that wait for a process before further ones are answered 429; of one tenant
+            half as many.
+        decode_timeout_s: Seconds that one decode may take by the clock, at most; what it may take of a
+            processor goes by bytes and pixels.
     """
 
     max_media_bytes: int = 32 * 1024 * 1024

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,8 +16,12 @@ class FetchedMedia:
     content_type: str
 
 
-Fetch = Callable[[str, str], Awaitable[FetchedMedia]]
-"""Fetches an ``http(s):`` URL: ``await fetch(url, place)``; ``place`` is for errors."""
+class Fetch(Protocol):
+    """Fetches ``http(s):`` URLs."""
+
+    async def __call__(self, url: str, place: str, *, owner: str = "") -> FetchedMedia:
+        """Fetch one for a tenant (``owner``); ``place`` is for errors."""
+        ...
 
 
 class MediaStore(Protocol):

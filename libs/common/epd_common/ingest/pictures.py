@@ -1,9 +1,14 @@
-"""Pictures: what they are by their first bytes, then a full decode in a process that may die of it."""
+"""Pictures: what they are by their first bytes, then a full decode in a process that may die of it.
+
+Processes are taken in turn by tenant. Who may take one is not judged by what the pictures cost; that is
+bounded for each.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -21,6 +26,7 @@ from epd_common.decoding.pool import (
     DecoderStartError,
     DecodeTimeoutError,
 )
+from epd_common.decoding.structure import TooComplexError
 from epd_common.errors import (
     BadRequestError,
     BusyError,
@@ -29,19 +35,33 @@ from epd_common.errors import (
     UnavailableError,
     UnsupportedMediaError,
 )
+from epd_common.ingest.hopeless import Hopeless
 from epd_common.ingest.limits import IngestLimits, media_too_large
+from epd_common.places import FairPlaces, LineFullError
 
 NO_STATEMENT = ("", "application/octet-stream", "binary/octet-stream")
 """Declared types that say nothing; object stores answer with them for files of unknown type."""
 
 
 class PictureChecker:
-    """Checks pictures, ``limits.decode_workers`` at a time."""
+    """Checks pictures, ``limits.decode_workers`` at a time.
 
-    def __init__(self, limits: IngestLimits) -> None:
+    Args:
+        several: Whether there are tenants to protect from each other. One never has the last process then,
+            unless there is but one.
+    """
+
+    def __init__(
+        self, limits: IngestLimits, *, several: Callable[[], bool] = lambda: False
+    ) -> None:
         self._limits = limits
-        self._slots = asyncio.Semaphore(limits.decode_workers)
-        self._waiting = 0
+        self._places = FairPlaces(
+            limits.decode_workers,
+            share=max(1, limits.decode_workers - 1),
+            line=limits.decode_queue,
+            several=several,
+        )
+        self._hopeless = Hopeless()
         # A thread for each process, which gives it its file and waits for its answer.
         self._threads = ThreadPoolExecutor(limits.decode_workers, thread_name_prefix="epd-decode")
         self.pool = DecoderPool(
@@ -60,31 +80,57 @@ class PictureChecker:
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
         await asyncio.to_thread(self.pool.close)
 
-    async def check(self, data: bytes, *, declared: str = "", place: str) -> Picture:
+    async def check(
+        self, data: bytes, *, declared: str = "", place: str, owner: str = "", digest: str = ""
+    ) -> Picture:
         """Check one picture.
 
         Args:
             data: The file's bytes.
             declared: The type that the data URI or the HTTP answer claims, parameters allowed.
             place: Where the picture stands in the request, for errors.
+            owner: The tenant whose turn it takes.
+            digest: Of the bytes. With it a picture that took too much is not tried again for a while.
 
         Raises:
             UnsupportedMediaError: Not a picture, or of a type that is not read here.
-            TooLargeError: ``media_too_large``, ``too_many_pixels`` or ``decode_memory``.
+            TooLargeError: ``media_too_large``, ``too_many_pixels``, ``image_too_complex`` or
+                ``decode_memory``.
             BadRequestError: ``invalid_image`` (truncated, corrupt) or ``decode_timeout``.
             BusyError: Too many pictures wait already.
             UnavailableError: No process that decodes can be started.
         """
         content_type = self._recognise(data, declared, place)
-        await self._take_slot()
-        loop = asyncio.get_running_loop()
-        work = self._threads.submit(self.pool.decode, data, self._limits.max_pixels)
-        # The thread's end frees the slot, not the caller's, who may have been cancelled.
-        work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._slots.release))
         try:
-            return await asyncio.wrap_future(work)
+            self._check_hope(owner, digest)
+            await self._take_place(owner)
+            return await self._decode(data, owner, digest)
         except _FAULTS as error:
             raise self._explain(error, content_type, place) from error
+
+    def _check_hope(self, owner: str, digest: str) -> None:
+        if digest and (fault := self._hopeless.find(owner, digest)) is not None:
+            raise fault
+
+    async def _decode(self, data: bytes, owner: str, digest: str) -> Picture:
+        """Decode in a place that was taken, and free it."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._check_hope(owner, digest)  # the same may have come twice, and failed meanwhile
+            work = self._threads.submit(self.pool.decode, data, self._limits.max_pixels)
+        except BaseException:
+            self._places.give_back(owner)
+            raise
+
+        def end(work: Future[Picture]) -> None:
+            error = work.exception() if not work.cancelled() else None
+            if digest and isinstance(error, DecodeMemoryError | DecodeTimeoutError):
+                self._hopeless.add(owner, digest, type(error))
+            self._places.give_back(owner)
+
+        # The thread's end frees the place, not the caller's, who may have been cancelled.
+        work.add_done_callback(lambda work: loop.call_soon_threadsafe(end, work))
+        return await asyncio.wrap_future(work)
 
     def _recognise(self, data: bytes, declared: str, place: str) -> str:
         if len(data) > self._limits.max_media_bytes:
@@ -105,18 +151,15 @@ class PictureChecker:
             stage="ingest",
         )
 
-    async def _take_slot(self) -> None:
-        if self._slots.locked() and self._waiting >= self._limits.decode_queue:
+    async def _take_place(self, owner: str) -> None:
+        try:
+            await self._places.take(owner)
+        except LineFullError as error:
             raise BusyError(
-                f"{self._waiting} pictures wait to be checked; try again in a moment",
+                f"{error} pictures wait to be checked; try again in a moment",
                 stage="ingest",
                 retry_after_s=1.0,
-            )
-        self._waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self._waiting -= 1
+            ) from None
 
     def _explain(self, error: Exception, content_type: str, place: str) -> EpdError:
         """The error for whoever sent the picture."""
@@ -126,6 +169,9 @@ class PictureChecker:
                 kind: type[EpdError] = TooLargeError
                 code = "too_many_pixels"
                 text = f"has {error} pixels; at most {limits.max_pixels} are allowed"
+            case TooComplexError():
+                kind, code = TooLargeError, "image_too_complex"
+                text = f"has {error}; save it again with another program, or in another format"
             case DecodeMemoryError():
                 kind, code = TooLargeError, "decode_memory"
                 text = (
@@ -134,7 +180,10 @@ class PictureChecker:
                 )
             case DecodeTimeoutError():
                 kind, code = BadRequestError, "decode_timeout"
-                text = f"took longer than {limits.decode_timeout_s} s to decode; send a smaller one"
+                text = (
+                    "took longer to decode than a file of its size may "
+                    f"({limits.decode_timeout_s:g} s at most); save it again, or send a smaller one"
+                )
             case DecoderStartError():
                 return UnavailableError(
                     f"no process that decodes pictures can be started here ({error}); try again later",
@@ -154,6 +203,7 @@ class PictureChecker:
 
 _FAULTS = (
     CorruptError,
+    TooComplexError,
     TooManyPixelsError,
     DecodeMemoryError,
     DecodeTimeoutError,

@@ -89,8 +89,8 @@ class Ingest:
             body: The OpenAI body; it is not changed.
             fingerprint: Of the model that will read the media.
             scope: Whose cache entries these may be (tenant).
-            owner: The tenant whose uploads the body may name, and in whose quota its media are, where that is
-                not the scope.
+            owner: The tenant whose uploads the body may name, in whose quota its media are, and whose turns
+                they take, where that is not the scope.
             special_tokens: What no text may hold.
             special_token_ids: Their ids, in the same order.
             modalities: What the model takes beside text.
@@ -124,7 +124,9 @@ class Ingest:
         data, declared = media.data, media.content_type
         width = height = 0
         if modality == "image":
-            picture = await self._pictures.check(data, declared=declared, place=place)
+            picture = await self._pictures.check(
+                data, declared=declared, place=place, owner=owner, digest=media_digest
+            )
             content_type, width, height = picture.content_type, picture.width, picture.height
         else:
             limit = self._limits.max_media_bytes
@@ -165,7 +167,7 @@ class Ingest:
             async with gate:
                 match source:
                     case UrlSource(url):
-                        media = await self._read(url, place)
+                        media = await self._read(url, place, owner)
                         return keying.new(await admit_once(media, modality, place), modality)
                     case FileSource(file_id):
                         stored = await self._look_up(file_id, owner, place)
@@ -192,7 +194,7 @@ class Ingest:
             raise failure
         return {wanted: task.result() for wanted, task in tasks.items()}
 
-    async def _read(self, url: str, place: str) -> FetchedMedia:
+    async def _read(self, url: str, place: str, owner: str) -> FetchedMedia:
         if is_data_uri(url):
             limit = self._limits.max_media_bytes
             if len(url) <= _OFFLOAD_BYTES:
@@ -214,7 +216,7 @@ class Ingest:
                 "or the media as a data URI",
                 "media_url_refused",
             )
-        return await self._fetch(url, place)
+        return await self._fetch(url, place, owner=owner)
 
     async def _look_up(self, file_id: str, owner: str, place: str) -> StoredFile:
         stored = await self._files.lookup(file_id, owner) if self._files is not None else None

@@ -320,7 +320,7 @@ class Worker:
             slots=self._slots,
             busy=self._busy,
             arena_used_bytes=self._arena.published_bytes(),
-            arena_quota_bytes=self._settings.arena_bytes,
+            arena_quota_bytes=self._arena.quota_bytes,
             encodes=self._encodes,
             pid=os.getpid(),
             phase=self._phase,

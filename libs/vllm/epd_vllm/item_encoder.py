@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from epd_common.engines import OnSized, StagedEmbedding
 from epd_common.errors import BadRequestError, UpstreamError
+from epd_common.store.base import StoreFullError
 from epd_common.store.embedding import IntegrityError
 from epd_vllm.embedding_io import seal
 from epd_vllm.media import MediaLoader
@@ -80,7 +81,7 @@ class ItemEncoder:
             raise UpstreamError(
                 f"the engine encoded {key} but wrote no embedding", stage="encode", key=key
             ) from error
-        except IntegrityError:
+        except (IntegrityError, StoreFullError):
             path.unlink(missing_ok=True)
             raise
         return StagedEmbedding(path, header)

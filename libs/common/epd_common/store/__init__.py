@@ -11,11 +11,13 @@ from epd_common.store.ledger import Ledger
 from epd_common.store.media import MediaStore, StoredFile, UploadedFile
 from epd_common.store.redis_client import open_redis
 from epd_common.store.redis_store import RedisEmbeddingStore
+from epd_common.store.room import ArenaFullError
 from epd_common.store.sizes import SizeTable, SizeTables
 from epd_common.store.states import Claim, KeyStates, UnwantedError, Waiter
 
 __all__ = [
     "Arena",
+    "ArenaFullError",
     "Claim",
     "Embedding",
     "EmbeddingHeader",

@@ -34,6 +34,7 @@ from epd_common.store import (
     KeyStates,
     MediaStore,
     RedisEmbeddingStore,
+    Suspects,
     open_redis,
 )
 from epd_common.store.arena import sweeping
@@ -388,6 +389,7 @@ class Connections:
             ],
             media=self.media,
             states=self.states,
+            suspects=Suspects(self.redis),
             worker=self.settings.worker_id,
             counters=self.worker.counters,
         )

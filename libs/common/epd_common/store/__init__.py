@@ -14,6 +14,7 @@ from epd_common.store.redis_store import RedisEmbeddingStore
 from epd_common.store.room import ArenaFullError
 from epd_common.store.sizes import SizeTable, SizeTables
 from epd_common.store.states import Claim, KeyStates, UnwantedError, Waiter
+from epd_common.store.suspects import Suspects
 
 __all__ = [
     "Arena",
@@ -31,6 +32,7 @@ __all__ = [
     "SizeTables",
     "StoreFullError",
     "StoredFile",
+    "Suspects",
     "UnwantedError",
     "UploadedFile",
     "Waiter",

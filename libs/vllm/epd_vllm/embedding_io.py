@@ -83,11 +83,16 @@ def read_header(path: Path) -> EmbeddingHeader:
     return header
 
 
-def seal(path: Path, *, key: str, fingerprint: str, metadata: dict[str, Any]) -> EmbeddingHeader:
+def seal(
+    path: Path, *, key: str, fingerprint: str, metadata: dict[str, Any], rows: int | None = None
+) -> EmbeddingHeader:
     """Verify a staged embedding and return the complete header for it.
 
+    Args:
+        rows: For which a prompt has room.
+
     Raises:
-        IntegrityError: a value is not finite, or the file is not what its header says.
+        IntegrityError: a value is not finite, it has other rows, or the file is not what its header says.
         ArenaFullError: it could not be written.
         FileNotFoundError: it was not.
     """
@@ -104,6 +109,11 @@ def seal(path: Path, *, key: str, fingerprint: str, metadata: dict[str, Any]) ->
             f"the encoder gave values that are not finite for {key}", code="not_finite", key=key
         )
     header, mapped = _map(path)
+    if rows is not None and header.rows != rows:
+        raise IntegrityError(
+            f"the encoder gave {header.rows} rows for {key}, and its place in a prompt has {rows}",
+            key=key,
+        )
     with memoryview(mapped) as view:
         checksum = payload_checksum(view[HEADER_BYTES:])
     return EmbeddingHeader(

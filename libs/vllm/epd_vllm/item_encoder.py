@@ -72,10 +72,16 @@ class ItemEncoder:
             await on_sized(metadata)
         if self._generates:
             _cut_after_first_row(rendered, modality)
+        (position,) = rendered["mm_placeholders"][modality]
         path = self._staging / await self._run(key, rendered)
         try:
             header = await asyncio.to_thread(
-                seal, path, key=key, fingerprint=self._fingerprint, metadata=metadata
+                seal,
+                path,
+                key=key,
+                fingerprint=self._fingerprint,
+                metadata=metadata,
+                rows=position.get_num_embeds(),
             )
         except FileNotFoundError as error:
             raise UpstreamError(

@@ -22,6 +22,7 @@ from epd_common.store import (
     Embedding,
     EmbeddingHeader,
     EmbeddingStore,
+    IntegrityError,
     KeyStates,
     MediaStore,
     Suspects,
@@ -151,7 +152,7 @@ class Encoding:
                 stage="encode",
                 key=job.key,
             )
-        present = await self._arena.get(job.key)
+        present = await self._present(job.key)
         if present is not None:
             # A hit is a success: announce again.
             self._counters["hits"] += 1
@@ -186,6 +187,18 @@ class Encoding:
             if published is not None:
                 await self._copy_to_remote(published)
         return self._event(job, staged.header, attempt, queued_s, encode_s=encode_s)
+
+    async def _present(self, key: str) -> Embedding | None:
+        """The embedding, if it is there and a PD worker can take it."""
+        found = await self._arena.get(key)
+        if found is not None:
+            try:
+                self._info.check_rows(found.header)
+            except IntegrityError as error:
+                logger.warning("unusable embedding dropped: %s", error, extra={"key": key})
+                await self._arena.delete(key)
+                return None
+        return found
 
     async def _encode(self, job: EncodeJob, data: bytes) -> StagedEmbedding:
         """Have the engine encode. What may have killed another one is given to it alone: what happens then is

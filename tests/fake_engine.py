@@ -83,7 +83,8 @@ def engine_info(model: str, fingerprint: str, *, encodes: bool = True) -> Engine
 
 class FakeEncoderEngine:
     """Switches: ``gate`` holds every encode while it is clear; ``failures`` fails so many encodes with an
-    ``UpstreamError``; ``refuse`` is a picture that cannot be encoded; ``die`` ends the engine."""
+    ``UpstreamError``; ``refuse`` is a picture that cannot be encoded; ``deadly`` one that ends the engine;
+    ``die`` ends it."""
 
     def __init__(self, model: str, fingerprint: str, staging: Path) -> None:
         self._info = engine_info(model, fingerprint)
@@ -95,8 +96,11 @@ class FakeEncoderEngine:
         self.failures = 0
         self.sizes = True
         self.refuse: bytes | None = None
+        self.deadly: bytes | None = None
         self.encoded: list[str] = []
         """Keys whose encode began."""
+        self.inside = self.most_inside = 0
+        """Encodes that run now, and at most at once."""
 
     @property
     def alive(self) -> bool:
@@ -127,9 +131,21 @@ class FakeEncoderEngine:
         on_sized: OnSized,
     ) -> StagedEmbedding:
         self.encoded.append(key)
+        self.inside += 1
+        self.most_inside = max(self.inside, self.most_inside)
+        try:
+            return await self._encode(key, data, modality, on_sized)
+        finally:
+            self.inside -= 1
+
+    async def _encode(
+        self, key: str, data: bytes, modality: str, on_sized: OnSized
+    ) -> StagedEmbedding:
         if self.sizes:
             await on_sized(header(key, data, self._info.fingerprint, modality).metadata)
         await self.gate.wait()
+        if data == self.deadly:
+            self.die()
         if not self.alive:
             raise UpstreamError("the fake encoder is dead", stage="encode", key=key)
         if data == self.refuse:

@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 
 from direct import Inbox, direct_job, take
+from epd_cli import argument_types
+from epd_cli.__main__ import main
 from epd_cli.brokers import Brokers, embedded_brokers
 from epd_common.bus import Bus
-from epd_common.bus.dead_letters import DeadLetters, Letter
+from epd_common.bus.dead_letters import MAX_NUMBER, DeadLetters, Letter
+from epd_common.bus.streams import JOB_MAX_AGE_S, declare_streams
 from epd_common.errors import BadRequestError, NotFoundError
-from epd_common.protocol import GenerateJob, ReplyError, subjects
+from epd_common.protocol import EncodeJob, GenerateJob, Media, ReplyError, subjects
 from epd_common.protocol.codec import encode
+from epd_common.protocol.control import DeadLetter
 from fake_engine import answer_text
 from service_stack import ServiceStack, eventually, picture, service_stack, text_of
 
@@ -188,3 +192,162 @@ async def test_the_command(stack: ServiceStack, own: Brokers) -> None:
     assert code == 1 and f"no dead letter {number}" in out
     code, out = await epd(own, "drop", "--all")
     assert (code, await letters(stack)) == (0, [])
+
+
+# -- what anybody may have written into the stream -----------------------------------------------
+
+
+async def put(bus: Bus, stage: str, payload: bytes = b"no job", **fields: Any) -> int:
+    """A letter of anybody's; its number."""
+    letter = DeadLetter(
+        stage=stage,
+        subject=fields.get("subject", f"epd.v1.{stage}.m.l0"),
+        reason=fields.get("reason", "because"),
+        code=fields.get("code", "worker_lost"),
+        worker="w",
+        attempts=5,
+        at=fields.get("at", 1.0),
+        payload=payload,
+    )
+    return int((await bus.js.publish(subjects.dlq_subject("encode"), encode(letter))).seq)
+
+
+@pytest.fixture
+async def bus(own: Brokers) -> AsyncIterator[Bus]:
+    """A connection to streams of which nobody takes anything."""
+    async with Bus(own.nats_url, name="test") as bus:
+        await declare_streams(bus, max_jobs=100)
+        yield bus
+
+
+async def jobs(bus: Bus, stream: str) -> list[Any]:
+    """Subjects and data of what a stream holds."""
+    state = (await bus.js.stream_info(stream)).state
+    found = range(state.first_seq, state.last_seq + 1) if state.messages else ()
+    return [await bus.js.get_msg(stream, number) for number in found]
+
+
+async def test_no_letter_is_carried_out_with_the_operators_rights(bus: Bus, own: Brokers) -> None:
+    """Its job goes to the queue of its own model and stage, whatever subject somebody wrote into it."""
+    job = EncodeJob(
+        key="a" * 64, epoch=1, model="a/b c", fingerprint="f", media=Media(ref="0" * 64)
+    )
+    names = [
+        f"$JS.API.STREAM.PURGE.{subjects.DLQ_STREAM}",
+        f"$JS.API.STREAM.DELETE.{subjects.GENERATE_STREAM}",
+        "$KV.epd_workers.pd.pd-1",
+        "epd.v1.cancel.r-1",
+        "epd.v1.encode.other.l9",
+        "",
+        "epd.v1.generate.m.l2.any",
+    ]
+    numbers = [await put(bus, "encode", encode(job), subject=name) for name in names]
+    kept = await put(bus, "encode")
+    code, out = await epd(own, "requeue", *map(str, numbers))
+    assert code == 0, out
+    queued = await jobs(bus, subjects.ENCODE_STREAM)
+    lanes = ["l0"] * 6 + ["l2"]
+    assert [each.subject for each in queued] == [
+        subjects.encode_subject("a/b c", lane) for lane in lanes
+    ]
+    assert await jobs(bus, subjects.GENERATE_STREAM) == []
+    assert [letter.number async for letter in DeadLetters(bus).all()] == [kept]
+
+
+async def test_a_generate_job_goes_to_its_lane(bus: Bus) -> None:
+    job = GenerateJob(request_id="r-1", model="m", inbox="_INBOX.x")
+    number = await put(bus, "generate", encode(job), subject="epd.v1.generate.m.l3.any")
+    again = await DeadLetters(bus).requeue(number, timeout_s=10)
+    assert again == subjects.generate_subject("m", "l3")
+    number = await put(bus, "generate", encode(job), subject="nonsense")
+    assert await DeadLetters(bus).requeue(number, timeout_s=10) == "epd.v1.generate.m.l0.any"
+    for stage, subject in (("other", "epd.v1.other.m.l0"), ("encode", "epd.v1.encode.m.l0")):
+        number = await put(bus, stage, encode(job), subject=subject)
+        with pytest.raises(BadRequestError, match="holds no job"):
+            await DeadLetters(bus).requeue(number, timeout_s=10)
+    nameless = encode(GenerateJob(request_id="r-1", model=""))
+    number = await put(bus, "generate", nameless)
+    with pytest.raises(BadRequestError, match="holds no job"):
+        await DeadLetters(bus).requeue(number, timeout_s=10)
+
+
+async def test_unreadable_letters_are_listed_and_stop_nothing(bus: Bus, own: Brokers) -> None:
+    job = encode(
+        EncodeJob(key="a" * 64, epoch=1, model="m", fingerprint="f", media=Media(ref="0" * 64))
+    )
+    junk = int((await bus.js.publish(subjects.dlq_subject("encode"), b"\xc1")).seq)
+    jobless = await put(bus, "encode")
+    good = await put(bus, "encode", job)
+    code, out = await epd(own, "list")
+    assert code == 0 and "3 dead letters" in out and "unreadable" in out
+    code, out = await epd(own, "list", "--json")
+    assert [each["number"] for each in json.loads(out)] == [junk, jobless, good]
+    code, out = await epd(own, "show", str(junk))
+    assert code == 0 and json.loads(out)["payload_begins"] == repr(b"\xc1")
+    code, out = await epd(own, "requeue", "--all")
+    assert code == 1
+    assert f"dead letter {junk} stays" in out and f"dead letter {jobless} stays" in out
+    assert f"dead letter {good} is a job again, of epd.v1.encode.m.l0" in out
+    code, out = await epd(own, "list")
+    assert "2 dead letters" in out
+    code, out = await epd(own, "drop", str(junk))
+    assert code == 0
+    code, out = await epd(own, "list")
+    assert "1 dead letter" in out and "1 dead letters" not in out
+    await bus.js.publish(subjects.dlq_subject("encode"), b"\xc1")
+    code, out = await epd(own, "drop", "--all")
+    assert code == 0
+    code, out = await epd(own, "list")
+    assert "no dead letters" in out
+
+
+async def test_a_letters_texts_are_shown_and_not_carried_out(bus: Bus, own: Brokers) -> None:
+    reason = "[/bold] [red]blood[/red] \x1b[2J\x1b]0;title\x07 \u202eturned\nnext"
+    await put(bus, "encode", reason=reason, code="\x1b[31m", at=float("nan"))
+    await put(bus, "\x1b[31m", at=1e300)
+    code, out = await epd(own, "list")
+    assert code == 0, out
+    flat = "".join(char for char in out if char.isascii() and not char.isspace())
+    assert "[/bold]" in flat and "[red]blood[/red]" in flat and r"\x1b" in flat
+    assert r"\u202e" in flat
+    assert not {"\x1b", "\x07", "\u202e"} & set(out)
+    code, out = await epd(own, "list", "--json")
+    (first, second) = json.loads(out, parse_constant=pytest.fail)
+    assert first["reason"] == reason and first["at"] == "nan"
+    assert second["at"] == 1e300 and "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("show", "-1"),
+        ("show", "0"),
+        ("show", "99999999999999999999999"),
+        ("show", "\N{SUPERSCRIPT TWO}"),
+        ("show", "x"),
+        ("drop", "-1"),
+        ("requeue", "--timeout", "-5", "--all"),
+        ("requeue", "--timeout", "nan", "--all"),
+        ("requeue", "--timeout", "inf", "--all"),
+        ("requeue", "--timeout", "0", "--all"),
+        ("requeue", "--timeout", "x", "--all"),
+    ],
+    ids=" ".join,
+)
+def test_arguments_that_mean_nothing(words: tuple[str, ...], capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["epd", "dlq", *words])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    said = capsys.readouterr().err
+    assert "is no letter's number" in said or "is no time for a job" in said
+
+
+def test_bounds_of_arguments_are_those_of_the_bus() -> None:
+    assert argument_types.MAX_NUMBER == MAX_NUMBER
+    assert argument_types.JOB_MAX_AGE_S == JOB_MAX_AGE_S
+
+
+async def test_numbers_that_no_letter_has(bus: Bus) -> None:
+    for number in (-1, 0, 7, MAX_NUMBER, MAX_NUMBER + 1, 10**30):
+        with pytest.raises(NotFoundError, match=f"no dead letter {number}"):
+            await DeadLetters(bus).get(number)

@@ -222,15 +222,17 @@ async def test_a_rescue_that_hangs_ends_by_the_items_deadline(bare: ServiceStack
 
 
 async def test_an_item_that_ends_processes_is_given_up(bare: ServiceStack) -> None:
-    """Beginnings without an end are left by processes that were killed."""
+    """Beginnings without an end are left by processes that were killed. To ask does not renew their time."""
     await rescuing(bare)
     (encoder,) = bare.encoders
     one = picture()
-    await bare.redis.set(f"epd:v1:begun:{bare.key(one)}", 3)
+    name = f"epd:v1:begun:{bare.key(one)}:alone"
+    await bare.redis.set(name, 2, ex=300)
     response = await bare.ask("x", one)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "media_kills_engine"
     assert encoder.engine.encoded == bare.pds[0].engine.tower.encoded == []
+    assert await bare.redis.ttl(name) <= 300 and int(await bare.redis.get(name)) == 2
     two = picture()
     assert text_of(await bare.ask("y", two)) == answer_text("y", two)
     assert await bare.redis.get(f"epd:v1:begun:{bare.key(two)}") is None

@@ -26,7 +26,7 @@ from epd_common.store.embedding import (
 )
 from epd_sim.answers import expected_answer
 from epd_sim.embedding import signature
-from epd_sim.faults import CRASH_EXIT
+from epd_sim.faults import CRASH_EXIT, FaultPlan, Faults
 from epd_sim.profiles import profile_named
 from service_stack import (
     BOUND_S,
@@ -222,13 +222,45 @@ async def test_a_pd_worker_that_dies_leaves_its_request_to_another(bare: SimStac
     await asking
 
 
-async def test_an_embedding_with_wrong_rows_ends_its_request_alone(bare: SimStack) -> None:
-    await bare.add_encoder(sim_wrong_rows_every=1)
+async def test_fc15_embeddings_with_wrong_rows_are_made_again(bare: SimStack) -> None:
+    """Of each second encode, for pictures that are asked for once more, and through every store."""
+    await bare.add_encoder(sim_wrong_rows_every=2)
+    pd = await bare.add_pd()
+    await bare.start(encoders=0, pds=0)
+    pictures = [picture() for _ in range(6)]
+    for _ in range(2):
+        for one in pictures:
+            await ask_rightly(bare, "x", one)
+    counters = await bare.counters(pd)
+    assert counters["integrity_faults"] >= counters["reordered"] >= 5
+
+
+async def test_fc15_wrong_rows_each_time_end_their_request_alone(bare: SimStack) -> None:
+    encoder = await bare.add_encoder(sim_wrong_rows_every=1)
     await bare.add_pd()
     await bare.start(encoders=0, pds=0)
-    failed, _ = await asyncio.gather(bare.ask("x", picture()), ask_rightly(bare, "text alone"))
-    assert failed.status_code == 500
-    assert "rows 5, not 4" in failed.json()["error"]["message"]
+    one = picture()
+    failed, _ = await asyncio.gather(bare.ask("x", one), ask_rightly(bare, "text alone"))
+    assert failed.status_code == 502
+    error = failed.json()["error"]
+    assert (error["code"], error["key"]) == ("encode_failed", bare.key(one))
+    assert "3 attempts" in error["message"]
+    assert (await bare.counters(encoder))["encoded"] == 3
+
+
+@pytest.mark.parametrize("pd_arena", ["arena", "another"])
+async def test_fc15_wrong_rows_that_a_store_has_are_made_again(
+    bare: SimStack, pd_arena: str
+) -> None:
+    """They lie in the encoder's arena and in Valkey, and are announced: nobody takes them as they are."""
+    encoder = await bare.add_encoder(sim_wrong_rows_every=1)
+    await bare.add_pd(pd_arena)
+    await bare.start(encoders=0, pds=0)
+    one = picture()
+    assert (await bare.ask("x", one)).status_code == 502
+    encoder.engine._tower._faults = Faults(FaultPlan())
+    await ask_rightly(bare, "x", one)
+    await ask_rightly(bare, "x", one)
 
 
 async def test_faults_are_for_the_workers_that_are_named(bare: SimStack) -> None:

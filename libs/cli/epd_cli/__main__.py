@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from epd_cli.argument_types import letter_number, new_deadline
 from epd_cli.bench_arguments import add_bench_arguments
 from epd_cli.key import add_key_arguments, run_key
 from epd_common.errors import EpdError
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 SMALL_MODEL = Path("models/shapes-qwen2vl")
 SIM_MODEL = "sim"
+LINES = "\n\t"
+"""What errors that quote the end of a log are made of."""
 
 
 def main() -> None:
@@ -34,7 +37,9 @@ def main() -> None:
         run = uvloop.run if arguments.command == "bench" else asyncio.run
         sys.exit(run(arguments.run(arguments)))
     except (EpdError, SettingsError) as error:
-        print(f"epd {arguments.command}: {error}", file=sys.stderr)
+        from epd_cli.visible import visible
+
+        print(f"epd {arguments.command}: {visible(str(error), keep=LINES)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -286,13 +291,19 @@ def _dlq_arguments(parser: argparse.ArgumentParser) -> None:
     listing = actions.add_parser("list", help="all of them, the oldest first")
     listing.add_argument("--json", action="store_true")
     show = actions.add_parser("show", help="one, with its job")
-    show.add_argument("number", type=int, nargs=1)
+    show.add_argument("number", type=letter_number, nargs=1)
     requeue = actions.add_parser("requeue", help="have jobs done again")
-    requeue.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")
+    requeue.add_argument(
+        "--timeout",
+        type=new_deadline,
+        default=120.0,
+        metavar="SECONDS",
+        help="what they get anew, 3600 at most",
+    )
     drop = actions.add_parser("drop", help="forget them")
     for action in (requeue, drop):
         which = action.add_mutually_exclusive_group(required=True)
-        which.add_argument("number", type=int, nargs="*", default=[])
+        which.add_argument("number", type=letter_number, nargs="*", default=[])
         which.add_argument("--all", action="store_true")
     for action in (listing, show, requeue, drop):
         _broker_arguments(action)

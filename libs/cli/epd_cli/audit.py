@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from epd_cli.connect import operator_bus, operator_redis
+from epd_cli.visible import cell
 from epd_common.bus import Bus, Registry
 from epd_common.bus.micro import AUDIT
 from epd_common.bus.streams import STREAMS
@@ -321,8 +322,8 @@ def _print(found: Evidence, wrong: list[str]) -> None:
     for name, a in found.of("gateway", *_WORKERS):
         arena = a.get("arena", {})
         held.add_row(
-            name,
-            a["node"],
+            cell(name),
+            cell(a["node"]),
             str(arena.get("pins", "")),
             str(arena.get("staged", "")),
             str(a.get("frames", {}).get("answers", "")),

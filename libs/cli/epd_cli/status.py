@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from epd_cli.connect import operator_bus
+from epd_cli.visible import cell
 from epd_common.bus import Registry
 
 
@@ -31,13 +32,21 @@ async def status(nats_url: str, *, as_json: bool) -> int:
 
 
 def _print(rows: list[dict[str, Any]], models: list[str]) -> None:
-    table = Table(title=f"models: {', '.join(models) or 'none ready'}", title_justify="left")
+    title = cell(f"models: {', '.join(models) or 'none ready'}")
+    table = Table(title=title, title_justify="left")
     for column in ("worker", "role", "state", "node", "pid", "busy", "doing"):
         table.add_column(column)
     for row in rows:
         state = row["state"] if row["alive"] else "dead"
         busy = f"{row['busy']}/{row['slots']}" if row["slots"] else str(row["busy"])
-        table.add_row(
-            row["worker"], row["role"], state, row["node"], str(row["pid"]), busy, row["phase"]
+        texts = (
+            row["worker"],
+            row["role"],
+            state,
+            row["node"],
+            str(row["pid"]),
+            busy,
+            row["phase"],
         )
+        table.add_row(*map(cell, texts))
     Console().print(table)

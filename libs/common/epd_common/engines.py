@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
-from epd_common.store.embedding import EmbeddingHeader
+from epd_common.store.embedding import EmbeddingHeader, IntegrityError
 
 Progress = Callable[[str], None]
 """Is told what an engine does while it starts, in a few words."""
@@ -25,6 +26,8 @@ class EngineInfo:
     in the same order. ``raw_modalities`` are those of ``modalities`` for which a PD engine must be given the
     media beside the embedding. ``encodes`` says whether it can turn media into embeddings. ``width`` and
     ``dtype`` are those of their rows; ``max_item_rows`` is what a PD engine's encoder cache holds, or 0.
+    ``merge`` are the patches along each edge of what becomes a row of a picture or video, or 0 where that is
+    not so simple.
     """
 
     model: str
@@ -38,7 +41,41 @@ class EngineInfo:
     encodes: bool = True
     width: int = 0
     dtype: str = ""
+    merge: int = 0
     versions: dict[str, str] = field(default_factory=dict)
+
+    def check_rows(self, header: EmbeddingHeader) -> None:
+        """Compare an embedding's rows with those for which a prompt has room, by its metadata.
+
+        Raises:
+            IntegrityError: they are others. An engine would refuse it each time.
+        """
+        room = self._room(header.metadata)
+        if room is not None and header.rows != room:
+            raise IntegrityError(
+                f"embedding {header.key} has {header.rows} rows, and {header.metadata} have room for {room}",
+                key=header.key,
+            )
+
+    def _room(self, metadata: dict[str, Any]) -> int | None:
+        """Rows that a prompt has room for; None where that cannot be told."""
+        tokens = metadata.get("audio_num_tokens")
+        if isinstance(tokens, int):
+            return tokens
+        for name in ("image_grid_thw", "video_grid_thw"):
+            grid = metadata.get(name)
+            if self.merge and is_grid(grid):
+                return int(math.prod(grid)) // self.merge**2
+        return None
+
+
+def is_grid(value: object) -> TypeGuard[list[int]]:
+    """Whether this has the shape of a grid: patches in time, down and across."""
+    return (
+        isinstance(value, list)
+        and len(value) == 3
+        and all(isinstance(number, int) for number in value)
+    )
 
 
 @dataclass(frozen=True, slots=True)

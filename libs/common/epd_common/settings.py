@@ -189,7 +189,9 @@ class WorkerSettings(CommonSettings):
         Path("/dev/shm/epdflow"), description="Folder of the node's arena, on tmpfs."
     )
     arena_bytes: int = Field(
-        2 << 30, ge=1 << 20, description="Bytes the arena may hold before it evicts."
+        2 << 30,
+        ge=1 << 20,
+        description="Bytes the arena may hold before it evicts; 7/8 of its file system's size at most.",
     )
     stores: Annotated[tuple[str, ...], NoDecode] = Field(
         ("arena", "redis"),

@@ -34,6 +34,7 @@ from epd_common.store import (
     KeyStates,
     MediaStore,
     RedisEmbeddingStore,
+    Suspects,
     open_redis,
 )
 from epd_common.store.arena import sweeping
@@ -320,7 +321,7 @@ class Worker:
             slots=self._slots,
             busy=self._busy,
             arena_used_bytes=self._arena.published_bytes(),
-            arena_quota_bytes=self._settings.arena_bytes,
+            arena_quota_bytes=self._arena.quota_bytes,
             encodes=self._encodes,
             pid=os.getpid(),
             phase=self._phase,
@@ -388,6 +389,7 @@ class Connections:
             ],
             media=self.media,
             states=self.states,
+            suspects=Suspects(self.redis),
             worker=self.settings.worker_id,
             counters=self.worker.counters,
         )

@@ -15,6 +15,7 @@ from epd_common.store.embedding import (
     pack_header,
     payload_checksum,
 )
+from epd_common.store.room import write_whole
 from epd_sim.sizing import rows_of
 
 SIGNATURE_BYTES = 32
@@ -43,6 +44,7 @@ def write_embedding(folder: Path, header: EmbeddingHeader, repeated: bytes) -> t
 
     Raises:
         IntegrityError: ``not_finite``, as an engine refuses what its model computed.
+        ArenaFullError: there is no room for it.
     """
     if not _finite(repeated):
         raise IntegrityError(
@@ -52,9 +54,7 @@ def write_embedding(folder: Path, header: EmbeddingHeader, repeated: bytes) -> t
         )
     payload = repeated * (header.payload_bytes // SIGNATURE_BYTES)
     path = folder / f"sim-{next(_numbers)}-{header.key}"
-    with open(path, "wb") as file:
-        file.write(pack_header(header))
-        file.write(payload)
+    write_whole(path, pack_header(header), payload, key=header.key)
     return path, payload_checksum(payload)
 
 

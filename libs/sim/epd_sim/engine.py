@@ -19,7 +19,7 @@ from epd_sim.device import Device, PunctualSleep, Sleep
 from epd_sim.embedding import DTYPE
 from epd_sim.faults import EngineDiedError, FaultPlan
 from epd_sim.profiles import Profile
-from epd_sim.sizing import size_of
+from epd_sim.sizing import MERGE, size_of
 from epd_sim.tower import Tower
 
 logger = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ class SimEngine:
             encodes=self._encodes,
             width=self._profile.width,
             dtype=DTYPE,
+            merge=MERGE,
             versions={
                 "sim": self._profile.name,
                 "epdflow": importlib.metadata.version("epdflow"),

@@ -12,6 +12,7 @@ import msgspec
 from epd_common.changes import Changes
 from epd_common.engines import StagedEmbedding
 from epd_common.store.embedding import EmbeddingHeader
+from epd_common.tasks import whole
 from epd_sim.device import Device
 from epd_sim.embedding import DTYPE, NOT_A_NUMBER, signature, write_embedding
 from epd_sim.faults import EngineDiedError, FaultPlan, Faults
@@ -67,6 +68,7 @@ class Tower:
         Raises:
             EngineDiedError: the tower died before it was done.
             epd_common.store.embedding.IntegrityError: it gave values that are not finite.
+            epd_common.store.ArenaFullError: it was encoded, and there is no room for it.
         """
         number = await self._compute(size.rows)
         header = EmbeddingHeader(
@@ -78,7 +80,15 @@ class Tower:
             metadata=size.metadata,
         )
         values = NOT_A_NUMBER if self._faults.gives_nan(number) else signature(data)
-        path, checksum = await asyncio.to_thread(write_embedding, self._staging, header, values)
+        writing = asyncio.ensure_future(
+            asyncio.to_thread(write_embedding, self._staging, header, values)
+        )
+        try:
+            path, checksum = await whole(writing)
+        except asyncio.CancelledError:  # nobody will take what the thread wrote
+            if writing.exception() is None:
+                writing.result()[0].unlink(missing_ok=True)
+            raise
         return StagedEmbedding(path, msgspec.structs.replace(header, checksum=checksum))
 
     async def run(self) -> None:

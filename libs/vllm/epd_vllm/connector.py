@@ -2,7 +2,8 @@
 
 A producer's worker writes each embedding into its service's staging folder; the service verifies and
 publishes it. A consumer's scheduler finds an embedding by its pin, a file that the service puts there as soon
-as the embedding is on the node, and its worker maps that file. Nothing here does network I/O or waits.
+as the embedding is on the node, and its worker maps that file. Nothing here does network I/O or waits, but
+for the arena's lock where its file system is full.
 
 As ``ec_both`` it is a producer to requests that bring media, and a consumer to those that name keys in
 ``ec_transfer_params``.
@@ -13,6 +14,7 @@ Which items of a request may be scheduled is for the ``Gate`` to say.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,8 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
     collect_ec_item_metadata,
 )
 
-from epd_vllm.embedding_io import device, map_tensor, write_staged
+from epd_common.store.base import StoreFullError
+from epd_vllm.embedding_io import device, map_tensor, mark_refused, write_staged
 from epd_vllm.gate import Gate
 from epd_vllm.model import dtype_name, embedding_width
 
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -133,8 +138,12 @@ class EpdConnector(ECConnectorBase):
 
     def _save(self, identifier: str, tensor: torch.Tensor) -> None:
         if not (self._staging / identifier).exists():
-            # vLLM casts it when it is merged into the prompt; before that, one dtype for all.
-            write_staged(self._staging, identifier, tensor.to(self._dtype))
+            try:
+                # vLLM casts it when it is merged into the prompt; before that, one dtype for all.
+                write_staged(self._staging, identifier, tensor.to(self._dtype))
+            except StoreFullError as error:  # which must not end the engine
+                logger.error("the embedding of item %s is lost: %s", identifier, error)
+                mark_refused(self._staging, identifier)
 
 
 def _consumes(request: NewRequestData) -> bool:

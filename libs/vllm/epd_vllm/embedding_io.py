@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -17,10 +18,15 @@ from epd_common.store.embedding import (
     payload_checksum,
     unpack_header,
 )
+from epd_common.store.room import ArenaFullError, write_whole
 
 
 def write_staged(folder: Path, name: str, tensor: torch.Tensor) -> None:
-    """Write a 2-D tensor with a header that is not sealed yet, visible by rename once it is whole."""
+    """Write a 2-D tensor with a header that is not sealed yet, visible by rename once it is whole.
+
+    Raises:
+        ArenaFullError: there is no room for it.
+    """
     tensor = tensor.detach().to("cpu").contiguous()
     header = EmbeddingHeader(
         key=name,
@@ -29,12 +35,15 @@ def write_staged(folder: Path, name: str, tensor: torch.Tensor) -> None:
         dtype=str(tensor.dtype).removeprefix("torch."),
     )
     temporary = folder / f".{name}"
-    with open(temporary, "wb", buffering=0) as file:
-        file.write(pack_header(header))
-        view = memoryview(tensor.view(torch.uint8).numpy().reshape(-1))
-        while view.nbytes:
-            view = view[file.write(view) :]
+    values = memoryview(tensor.view(torch.uint8).numpy().reshape(-1))
+    write_whole(temporary, pack_header(header), values, key=name)
     os.rename(temporary, folder / name)
+
+
+def mark_refused(folder: Path, name: str) -> None:
+    """Leave an empty file in the place of an embedding for which there was no room, to tell who seals."""
+    with contextlib.suppress(OSError):  # then that one finds nothing, which is an error as well
+        (folder / name).touch()
 
 
 def device() -> torch.device:
@@ -74,18 +83,37 @@ def read_header(path: Path) -> EmbeddingHeader:
     return header
 
 
-def seal(path: Path, *, key: str, fingerprint: str, metadata: dict[str, Any]) -> EmbeddingHeader:
+def seal(
+    path: Path, *, key: str, fingerprint: str, metadata: dict[str, Any], rows: int | None = None
+) -> EmbeddingHeader:
     """Verify a staged embedding and return the complete header for it.
 
+    Args:
+        rows: For which a prompt has room.
+
     Raises:
-        IntegrityError: a value is not finite, or the file is not what its header says.
+        IntegrityError: a value is not finite, it has other rows, or the file is not what its header says.
+        ArenaFullError: it could not be written.
+        FileNotFoundError: it was not.
     """
+    if not path.stat().st_size:
+        raise ArenaFullError(
+            f"the arena had no room for the embedding {key}; give its tmpfs more room or lower "
+            "EPD_ARENA_BYTES",
+            stage="encode",
+            key=key,
+        )
     tensor = map_tensor(path)
     if not bool(torch.isfinite(tensor).all()):
         raise IntegrityError(
             f"the encoder gave values that are not finite for {key}", code="not_finite", key=key
         )
     header, mapped = _map(path)
+    if rows is not None and header.rows != rows:
+        raise IntegrityError(
+            f"the encoder gave {header.rows} rows for {key}, and its place in a prompt has {rows}",
+            key=key,
+        )
     with memoryview(mapped) as view:
         checksum = payload_checksum(view[HEADER_BYTES:])
     return EmbeddingHeader(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from epd_common.engines import OnSized, StagedEmbedding
 from epd_common.errors import BadRequestError, UpstreamError
+from epd_common.store.base import StoreFullError
 from epd_common.store.embedding import IntegrityError
 from epd_vllm.embedding_io import seal
 from epd_vllm.media import MediaLoader
@@ -71,16 +72,22 @@ class ItemEncoder:
             await on_sized(metadata)
         if self._generates:
             _cut_after_first_row(rendered, modality)
+        (position,) = rendered["mm_placeholders"][modality]
         path = self._staging / await self._run(key, rendered)
         try:
             header = await asyncio.to_thread(
-                seal, path, key=key, fingerprint=self._fingerprint, metadata=metadata
+                seal,
+                path,
+                key=key,
+                fingerprint=self._fingerprint,
+                metadata=metadata,
+                rows=position.get_num_embeds(),
             )
         except FileNotFoundError as error:
             raise UpstreamError(
                 f"the engine encoded {key} but wrote no embedding", stage="encode", key=key
             ) from error
-        except IntegrityError:
+        except (IntegrityError, StoreFullError):
             path.unlink(missing_ok=True)
             raise
         return StagedEmbedding(path, header)

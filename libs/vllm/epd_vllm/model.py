@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
+GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Types of models of which each picture and video has the rows that its grid says; those that are tested."""
+
+
 class ModelNotFoundError(EpdError):
     """There is no checkpoint of that name."""
 
@@ -80,6 +84,7 @@ def describe(
         encodes=encodes,
         width=width,
         dtype=dtype,
+        merge=merge_size(config),
         versions={
             "vllm": version + ("+cpu" if is_cpu else ""),
             "torch": importlib.metadata.version("torch"),
@@ -99,6 +104,15 @@ def embedding_width(config: ModelConfig) -> int:
     vision = getattr(config.hf_config, "vision_config", None)
     taps = getattr(vision, "deepstack_visual_indexes", None) or ()
     return int(config.get_inputs_embeds_size()) * (1 + len(taps))
+
+
+def merge_size(config: ModelConfig) -> int:
+    """Patches along each edge of what becomes a row; 0 where that is not known, or not all rows are kept."""
+    if config.hf_config.model_type not in GRID_MODELS:
+        return 0
+    if getattr(config.multimodal_config, "video_pruning_rate", None):
+        return 0
+    return int(config.hf_config.vision_config.spatial_merge_size)
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from epd_common.changes import Changes
-from epd_common.engines import Placeholder
+from epd_common.engines import Placeholder, is_grid
 from epd_common.protocol import Item
 from epd_common.store import EmbeddingHeader
 
@@ -38,9 +38,7 @@ def is_metadata(metadata: object) -> bool:
 
 
 def _is_grid(value: object) -> bool:
-    if not isinstance(value, list) or not all(isinstance(number, int) for number in value):
-        return False
-    return len(value) == 3 and 0 < math.prod(value) <= MAX_PATCHES
+    return is_grid(value) and 0 < math.prod(value) <= MAX_PATCHES
 
 
 class Arrivals:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from epd_common.engines import EngineInfo
-from epd_common.store import Arena, EmbeddingHeader, EmbeddingStore, IntegrityError
+from epd_common.store import Arena, Embedding, EmbeddingHeader, EmbeddingStore, IntegrityError
 from epd_common.store.arena import map_embedding
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Pins:
             return header
         for store in remote:
             embedding = await store.get(key)
-            if embedding is None:
+            if embedding is None or not await self._fits(key, store, embedding):
                 continue
             await self._arena.put(embedding)
             self._counters[f"{store.name}_fetches"] += 1
@@ -96,6 +96,20 @@ class Pins:
             if (header := await self._pin(key)) is not None:
                 return header
         return None
+
+    async def _fits(self, key: str, store: EmbeddingStore, embedding: Embedding) -> bool:
+        """Whether the engine can take it; else it is deleted there, as it would be brought each time."""
+        try:
+            self._check(key, embedding.header)
+        except IntegrityError as error:
+            self._note_unusable(key, error)
+            await store.delete(key)
+            return False
+        return True
+
+    def _note_unusable(self, key: str, error: IntegrityError) -> None:
+        logger.warning("unusable embedding dropped: %s", error, extra={"key": key})
+        self._counters["integrity_faults"] += 1
 
     def _check(self, key: str, header: EmbeddingHeader) -> None:
         info = self._info
@@ -106,6 +120,7 @@ class Pins:
                 f"embedding {key} has rows of {header.width} {header.dtype} values, the model takes "
                 f"{info.width} {info.dtype}"
             )
+        info.check_rows(header)
 
     async def _pin(self, key: str) -> EmbeddingHeader | None:
         """Hold first, then verify, then expose: nothing can be evicted in between, and the engine, in which a
@@ -120,8 +135,7 @@ class Pins:
             await asyncio.to_thread(embedding.verify)
             self._check(key, embedding.header)
         except IntegrityError as error:
-            logger.warning("unusable embedding dropped: %s", error, extra={"key": key})
-            self._counters["integrity_faults"] += 1
+            self._note_unusable(key, error)
             self._arena.unpin(key)
             await self._arena.delete(key)
             return None

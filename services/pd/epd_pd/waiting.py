@@ -74,7 +74,7 @@ class Wait:
     def trouble(self) -> str:
         """What is wrong with an item that was to be here."""
         if self.claim.state == "ready":
-            return "is in no store"
+            return "is in no store, or not as it should be"
         return f"failed: {self.claim.event.reason if self.claim.event else 'unknown'}"
 
     def reason(self, now: Situation) -> str:

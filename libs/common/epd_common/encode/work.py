@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from epd_common.bus import Bus
+from epd_common.encode.company import Company
 from epd_common.engines import EncoderEngine, EngineInfo, StagedEmbedding
 from epd_common.errors import BadRequestError, DeadlineError, EpdError, UpstreamError
 from epd_common.ingest.processor_args import check_arguments_fit, check_processor_args
@@ -21,19 +22,15 @@ from epd_common.store import (
     Embedding,
     EmbeddingHeader,
     EmbeddingStore,
+    IntegrityError,
     KeyStates,
     MediaStore,
+    Suspects,
     UnwantedError,
 )
+from epd_common.store.suspects import DEATHS_ALONE
 
 logger = logging.getLogger(__name__)
-
-ENGINE_DEATHS = 2
-"""An item during whose encode so many engines died is not given to a further one."""
-
-BEGINNINGS = 3
-"""Nor is one whose encode was begun so often and never ended, as when the whole process was killed. One more,
-as a process can be killed for other reasons."""
 
 
 class Encoding:
@@ -56,6 +53,7 @@ class Encoding:
         locators: list[Locator],
         media: MediaStore,
         states: KeyStates,
+        suspects: Suspects,
         worker: str,
         counters: Counter[str],
     ) -> None:
@@ -67,6 +65,8 @@ class Encoding:
         self._locators = locators
         self._media = media
         self._states = states
+        self._suspects = suspects
+        self._company = Company(lambda: engine.alive)
         self._worker = worker
         self._counters = counters
         self._locks: dict[str, asyncio.Lock] = {}
@@ -139,9 +139,9 @@ class Encoding:
 
     async def judge(self, job: EncodeJob, error: EpdError) -> EpdError:
         """The error to go on with: an item that ends engine after engine is at fault itself."""
-        if self._engine.alive or await self._states.beginnings(job.key) < ENGINE_DEATHS:
+        if self._engine.alive or not (await self._suspects.look(job.key)).proved:
             return error
-        return _kills(job.key, ENGINE_DEATHS)
+        return _kills(job.key)
 
     async def _make(self, job: EncodeJob, attempt: int, queued_s: float) -> EmbeddingEvent:
         if job.fingerprint != self._info.fingerprint:
@@ -152,7 +152,7 @@ class Encoding:
                 stage="encode",
                 key=job.key,
             )
-        present = await self._arena.get(job.key)
+        present = await self._present(job.key)
         if present is not None:
             # A hit is a success: announce again.
             self._counters["hits"] += 1
@@ -189,22 +189,51 @@ class Encoding:
                 await self._copy_to_remote(published)
         return self._event(job, staged.header, attempt, queued_s, encode_s=encode_s)
 
+    async def _present(self, key: str) -> Embedding | None:
+        """The embedding, if it is there and a PD worker can take it."""
+        found = await self._arena.get(key)
+        if found is not None:
+            try:
+                self._info.check_rows(found.header)
+            except IntegrityError as error:
+                logger.warning("unusable embedding dropped: %s", error, extra={"key": key})
+                await self._arena.delete(key)
+                return None
+        return found
+
     async def _encode(self, job: EncodeJob, data: bytes) -> StagedEmbedding:
-        """Have the engine encode. What is begun and never ended, in however many workers, killed them."""
+        """Have the engine encode. What may have killed another one is given to it alone: what happens then is
+        its own doing, and it takes nobody with it."""
 
         async def on_sized(metadata: dict[str, Any]) -> None:
             await self._announce_size(job, metadata)
 
-        if await self._states.note_beginning(job.key) > BEGINNINGS:
-            await self._states.note_end(job.key)
-            raise _kills(job.key, BEGINNINGS)
+        key, suspicion = job.key, await self._suspects.look(job.key)
+        if suspicion.proved:
+            raise _kills(key)
+        suspect = suspicion.suspect
+        async with self._company.enter(alone=suspect) as stay:
+            await self._suspects.begin(key, alone=suspect)
+            if not self._engine.alive:  # it died of another one, for which this one waited
+                await self._suspects.end(key, alone=suspect)
+                raise UpstreamError("the encoder's engine is dead", stage="encode", key=key)
+            try:
+                staged = await self._engine.encode(
+                    key, data, job.modality, job.processor_args, on_sized
+                )
+            except BaseException:
+                if self._engine.alive:
+                    await self._suspects.end(key, alone=suspect)
+                elif stay.alone and not suspect:
+                    await self._suspects.died_alone(key)
+                raise
         try:
-            return await self._engine.encode(
-                job.key, data, job.modality, job.processor_args, on_sized
-            )
-        finally:
-            if self._engine.alive:
-                await self._states.note_end(job.key)
+            with contextlib.suppress(EpdError):  # then it is encoded alone for a while
+                await self._suspects.clear(key)
+        except BaseException:
+            staged.path.unlink(missing_ok=True)
+            raise
+        return staged
 
     async def _copy_to_remote(self, embedding: Embedding) -> None:
         for store in self._remote:
@@ -299,9 +328,10 @@ class Encoding:
         )
 
 
-def _kills(key: str, times: int) -> BadRequestError:
+def _kills(key: str) -> BadRequestError:
     return BadRequestError(
-        f"{times} encoders died while they encoded item {key}; it is not tried again",
+        f"{DEATHS_ALONE} encoders died while they encoded item {key} and nothing else; it is not tried "
+        "again for some minutes",
         code="media_kills_engine",
         stage="encode",
         key=key,

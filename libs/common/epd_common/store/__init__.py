@@ -12,11 +12,14 @@ from epd_common.store.media import MediaStore, StoredFile, UploadedFile
 from epd_common.store.quotas import MediaQuotas
 from epd_common.store.redis_client import open_redis
 from epd_common.store.redis_store import RedisEmbeddingStore
+from epd_common.store.room import ArenaFullError
 from epd_common.store.sizes import SizeTable, SizeTables
 from epd_common.store.states import Claim, KeyStates, UnwantedError, Waiter
+from epd_common.store.suspects import Suspects
 
 __all__ = [
     "Arena",
+    "ArenaFullError",
     "Claim",
     "Embedding",
     "EmbeddingHeader",
@@ -31,6 +34,7 @@ __all__ = [
     "SizeTables",
     "StoreFullError",
     "StoredFile",
+    "Suspects",
     "UnwantedError",
     "UploadedFile",
     "Waiter",

@@ -27,7 +27,7 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -43,6 +43,7 @@ from epd_common.store.embedding import (
     pack_header,
     unpack_header,
 )
+from epd_common.store.room import entries, keep_quota, locked, quota_that_fits, write_whole
 from epd_common.tasks import end
 
 logger = logging.getLogger(__name__)
@@ -62,22 +63,22 @@ class Arena:
     Args:
         root: A folder on tmpfs.
         quota_bytes: Published embeddings above this are evicted, least recently used first. Pinned
-            ones stay: their memory is in use anyway.
+            ones stay: their memory is in use anyway. Opening lowers it where the file system is smaller.
         worker: Names this process's folders for staging and pins.
     """
 
     name = "arena"
 
     def __init__(self, root: Path, *, quota_bytes: int, worker: str) -> None:
-        self._root = root
+        self.root = root
         self._data = root / "data"
         self._owners = root / "owners"
         self._ownership: int | None = None
         self._lock_path = root / "lock"
-        self._quota_bytes = quota_bytes
+        self.quota_bytes = quota_bytes
         self._numbers = itertools.count(1)  # a step is atomic, and writers are threads
         self._worker = worker
-        self.staging = root / "staging" / worker
+        self.staging = root / "staging" / worker  # files there are written by ``room.write_whole``
         self.pins = root / "pins" / worker
 
     def open(self) -> None:
@@ -85,20 +86,21 @@ class Arena:
         for folder in (self._data, self._owners):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock_path.touch()
-        with self._locked():  # else one that opens now could sweep the lock we are about to take
+        with locked(self.root):  # else one that opens now could sweep the lock we are about to take
             self._sweep()
             self._ownership = _try_lock(self._owners / self._worker)
         if self._ownership is None:
             raise ArenaInUseError(
-                f"another process uses the arena at {self._root} as worker {self._worker!r}; "
+                f"another process uses the arena at {self.root} as worker {self._worker!r}; "
                 "give each worker an EPD_WORKER_ID of its own"
             )
         for folder in (self.staging, self.pins):
             folder.mkdir(parents=True)
+        self.quota_bytes = quota_that_fits(self.root, self.quota_bytes)
 
     def sweep(self) -> list[str]:
         """Drop what dead workers of this node left; their names."""
-        with self._locked():
+        with locked(self.root):
             return self._sweep()
 
     def _sweep(self) -> list[str]:
@@ -115,15 +117,15 @@ class Arena:
 
     def report(self) -> dict[str, Any]:
         """What this worker has here, and what the dead left; ``bytes`` and ``files`` are the whole node's."""
-        sizes = [stat.st_size for _, stat in self._entries()]
-        with self._locked():
+        sizes = [stat.st_size for _, stat in entries(self._data)]
+        with locked(self.root):
             dead = [owner for owner in self._owners.iterdir() if _is_free(owner)]
-            left = [sum(1 for _ in (self._root / "pins" / owner.name).glob("*")) for owner in dead]
+            left = [sum(1 for _ in (self.root / "pins" / owner.name).glob("*")) for owner in dead]
         return {
-            "root": str(self._root),
+            "root": str(self.root),
             "files": len(sizes),
             "bytes": sum(sizes),
-            "quota_bytes": self._quota_bytes,
+            "quota_bytes": self.quota_bytes,
             "pins": len(list(self.pins.iterdir())),
             "staged": len(list(self.staging.iterdir())),
             "dead_owners": len(dead),
@@ -134,14 +136,14 @@ class Arena:
         """Drop this process's pins and unfinished files."""
         if self._ownership is not None:
             self._drop(self._worker)
-            with self._locked():
+            with locked(self.root):
                 (self._owners / self._worker).unlink(missing_ok=True)
                 os.close(self._ownership)
             self._ownership = None
 
     def _drop(self, worker: str) -> None:
         for folder in ("staging", "pins"):
-            shutil.rmtree(self._root / folder / worker, ignore_errors=True)
+            shutil.rmtree(self.root / folder / worker, ignore_errors=True)
 
     # -- EmbeddingStore ------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ class Arena:
     def published_bytes(self) -> int:
         """What is published, in bytes; a look at each file's name and size. 0 where the folder is gone."""
         try:
-            return sum(stat.st_size for _, stat in self._entries())
+            return sum(stat.st_size for _, stat in entries(self._data))
         except FileNotFoundError:  # which must not end the heartbeats that tell this
             return 0
 
@@ -236,66 +238,26 @@ class Arena:
     def _pinned(self, key: str) -> Path:
         return self.pins / _file_name(key)
 
-    def _entries(self) -> Iterator[tuple[str, os.stat_result]]:
-        with os.scandir(self._data) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                    if entry.is_file(follow_symlinks=False):
-                        yield entry.path, entry.stat(follow_symlinks=False)
-
     def _write(self, embedding: Embedding) -> None:
-        temporary = self.staging / f"put-{next(self._numbers)}-{embedding.header.key}"
+        header = embedding.header
+        temporary = self.staging / f"put-{next(self._numbers)}-{header.key}"
         try:
-            with open(temporary, "wb", buffering=0) as file:
-                file.write(pack_header(embedding.header))
-                view = embedding.payload
-                while view.nbytes:
-                    view = view[file.write(view) :]
-            self._publish(temporary, embedding.header)
+            write_whole(temporary, pack_header(header), embedding.payload, key=header.key)
+            self._publish(temporary, header)
         except OSError as error:
             raise StoreFullError(
-                f"the arena at {self._data} cannot take {embedding.header.file_bytes} bytes: {error}; "
+                f"the arena at {self._data} cannot take {header.file_bytes} bytes: {error}; "
                 "give its tmpfs more room or lower EPD_ARENA_BYTES",
-                key=embedding.header.key,
+                key=header.key,
             ) from error
         finally:
             temporary.unlink(missing_ok=True)
 
     def _publish(self, file: Path, header: EmbeddingHeader) -> None:
         target = self._path(header.key)
-        with self._locked():
-            self._make_room(header.file_bytes)
+        with locked(self.root):
+            keep_quota(self.root, header.file_bytes, self.quota_bytes)
             os.rename(file, target)
-
-    def _make_room(self, needed_bytes: int) -> None:
-        """Evict unpinned embeddings, least recently used first, until ``needed_bytes`` fit."""
-        free = []
-        used = pinned = 0
-        for path, stat in self._entries():
-            used += stat.st_size
-            if stat.st_nlink == 1:
-                free.append((stat.st_mtime_ns, stat.st_size, path))
-            else:
-                pinned += stat.st_size
-        if pinned + needed_bytes > self._quota_bytes:
-            raise StoreFullError(
-                f"the arena holds {pinned} pinned bytes of {self._quota_bytes}; "
-                f"{needed_bytes} more do not fit; raise EPD_ARENA_BYTES",
-                retry_after_s=1.0,
-            )
-        for _, size, path in sorted(free):
-            if used + needed_bytes <= self._quota_bytes:
-                return
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            used -= size
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One publisher of a node at a time, so that two do not both use the same room."""
-        with open(self._lock_path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def _read_verified(self, key: str) -> Embedding | None:
         try:

@@ -28,8 +28,6 @@ from epd_common.store.redis_client import redis_errors
 ClaimState = Literal["claimed", "pending", "ready", "failed"]
 _PREFIX = "epd:v1:state:"
 _WAITING = "epd:v1:waiting:"
-_BEGUN = "epd:v1:begun:"
-BEGUN_TTL_S = 600
 
 _NOW = """
 local time = redis.call('TIME')
@@ -338,26 +336,6 @@ class KeyStates:
                 keys=_names(event.key), args=[event.epoch, event.state, encode(event), ttl_ms]
             )
         return bool(done)
-
-    async def note_beginning(self, key: str) -> int:
-        """The encode of a key begins; how many beginnings have no end by now, this one included."""
-        name = f"{_BEGUN}{key}"
-        with redis_errors():
-            count = int(await self._redis.incr(name))
-            await self._redis.expire(name, BEGUN_TTL_S)
-        return count
-
-    async def note_end(self, key: str) -> None:
-        """It ended, in whatever way, and whoever did it lives."""
-        name = f"{_BEGUN}{key}"
-        with redis_errors():
-            if int(await self._redis.decr(name)) <= 0:
-                await self._redis.delete(name)
-
-    async def beginnings(self, key: str) -> int:
-        """Beginnings that have no end."""
-        with redis_errors():
-            return int(await self._redis.get(f"{_BEGUN}{key}") or 0)
 
     async def abandon(self, key: str, epoch: int) -> None:
         """Give a claim back, when its encode job could not be published."""

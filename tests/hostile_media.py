@@ -152,7 +152,7 @@ def invalid() -> Iterator[tuple[str, bytes]]:
         png(30, 20, None, chunk(b"zTXt", b"k\0\0" + zlib.compress(b"x" * 200_000_000, 9))),
     )
     yield "jpeg of many scans", scanned(200, 4000)
-    yield "png of many chunks", png(30, 20, None, chunk(b"teSt", b"abc") * 1_000_000)
+    yield "png of many chunks", png(30, 20, None, chunk(b"teSt", b"abc") * 70_000)
     yield "png of too few pixels", png(500, 500, zlib.compress(b"\0" * 100))
     yield "png whose pixels are no zlib", png(30, 20, rng.randbytes(100))
     yield "tiff whose strip is elsewhere", sized_tiff(30, 20, offset=0x7FFFFFFF)

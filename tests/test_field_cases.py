@@ -244,7 +244,7 @@ async def test_fc36_a_changed_picture_behind_one_url_is_another_item() -> None:
         async def put(self, data: bytes, *, digest: str, content_type: str, owner: str) -> str:
             return digest
 
-    async def fetch(url: str, place: str) -> FetchedMedia:
+    async def fetch(url: str, place: str, *, owner: str = "") -> FetchedMedia:
         return FetchedMedia(web[url], "image/png")
 
     async def digests() -> list[str]:

@@ -264,7 +264,6 @@ def flood(address: tuple[str, int], count: int) -> int:
 async def test_the_connection_ends_where_too_many_wait(stack: ServiceStack) -> None:
     url = stack.http.base_url
     address = (url.host, url.port or 0)
-    assert await asyncio.to_thread(flood, address, 1) == 1  # until the end of keep-alive
     assert await asyncio.to_thread(flood, address, 5000) <= MAX_PIPELINED + 1
 
 

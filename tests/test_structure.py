@@ -62,8 +62,8 @@ def test_real_files_pass(name: str) -> None:
         (b"\xff\xd8" + b"\xff\xd0" * 2_000_000, "image/jpeg", "segments"),
         (png(1, 1, None, chunk(b"teSt", b"abc") * 1_000_000), "image/png", "chunks"),
         (tiff(striped(2_000_000), b"\0" * 8_000_000), "image/tiff", "values"),
-        (tiff(striped(MAX_VALUES + 1, kind=5)), "image/tiff", "values"),
-        (tiff(striped(2_000_000), big=True), "image/tiff", "values"),
+        (tiff(striped(MAX_VALUES + 1, kind=5), b"\0" * 1_700_000), "image/tiff", "values"),
+        (tiff(striped(2_000_000), b"\0" * 8_000_000, big=True), "image/tiff", "values"),
         (tiff([*TAGGED, (1, 1, 1, 1)]), "image/tiff", "tags"),
         (b"MM\0*\0\0\0\x08\xff\xff" + b"\0" * 12 * 65_535, "image/tiff", "tags"),
     ],
@@ -86,7 +86,8 @@ def test_as_many_as_may_be() -> None:
     decode(png(1, 1, None, chunk(b"teSt", b"") * (MAX_CHUNKS - 3)), 10_000)
     with pytest.raises(TooComplexError):
         decode(png(1, 1, None, chunk(b"teSt", b"") * (MAX_CHUNKS - 2)), 10_000)
-    check_structure(tiff(striped(MAX_VALUES)), "image/tiff")
+    check_structure(tiff(striped(MAX_VALUES), b"\0" * 4 * MAX_VALUES), "image/tiff")
+    check_structure(tiff(striped(MAX_VALUES + 1)), "image/tiff")  # which are not there
     check_structure(tiff(TAGGED), "image/tiff")
 
 

@@ -31,8 +31,8 @@ _ALONE = frozenset((0x01, *range(0xD0, 0xD9)))
 _SOS, _EOI = 0xDA, 0xD9
 _IN_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 
-_NUMBERS = frozenset((3, 4, 5, 8, 9, 10, 11, 12, 13, 16, 17, 18))
-"""Types of a tag's values that are read one by one; texts and bytes are not."""
+_NUMBERS = {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
+"""Types of a tag's values that are read one by one, as texts and bytes are not; bytes of each."""
 
 
 class TooComplexError(Exception):
@@ -70,10 +70,11 @@ def check_directory(data: bytes) -> None:
         at += struct.calcsize(order + number)
         size = struct.calcsize(order + tag)
         for n in range(min(tags, MAX_TAGS + 1)):
-            _, kind, count, _ = struct.unpack_from(order + tag, data, at + n * size)
+            _, kind, count, where = struct.unpack_from(order + tag, data, at + n * size)
             if n == MAX_TAGS:
                 raise _too_many("tags", MAX_TAGS)
-            if kind in _NUMBERS and count > MAX_VALUES:
+            # What is not in the file is not read.
+            if count > MAX_VALUES and where + count * _NUMBERS.get(kind, len(data)) <= len(data):
                 raise _too_many("values in one tag", MAX_VALUES)
     except (struct.error, OverflowError):
         return

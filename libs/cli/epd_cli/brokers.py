@@ -28,6 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+import nats
+import nats.errors
+
 from epd_cli import nats_users, valkey_users
 from epd_cli.nats_users import NATS_ROLES
 from epd_cli.server_process import BrokerError, ServerProcess, find_binary
@@ -38,6 +41,7 @@ __all__ = ["BrokerError", "Brokers", "NatsBroker", "ValkeyBroker", "embedded_bro
 _LOCK_TIMEOUT_S = 5.0
 _MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 108 on Linux and 104 elsewhere
 _TCP_ATTEMPTS = 5
+_HEALTH_TIMEOUT_S = 2.0
 
 
 class NatsBroker(ServerProcess):
@@ -49,6 +53,7 @@ class NatsBroker(ServerProcess):
     def __init__(self, binary: Path, folder: Path, *, lock_fd: int, start_timeout_s: float) -> None:
         super().__init__(binary, folder, lock_fd=lock_fd, start_timeout_s=start_timeout_s)
         self._password = secrets.token_hex(16)
+        self._system_password = secrets.token_hex(16)
         self._role_passwords = {role: secrets.token_hex(16) for role in NATS_ROLES}
         self._port = -1
         self._ports_folder = folder / "ports"
@@ -62,6 +67,27 @@ class NatsBroker(ServerProcess):
     def url_for(self, role: str) -> str:
         """As the user of a role, with its rights alone."""
         return f"nats://{role}:{self._role_passwords[role]}@127.0.0.1:{self._port}"
+
+    async def problem(self) -> str:
+        """What JetStream says of itself: a write that failed is told nowhere else.
+
+        A server that does not answer may be slow, or frozen by a test: that is for others to judge.
+        """
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                client = await nats.connect(
+                    f"nats://system:{self._system_password}@127.0.0.1:{self._port}",
+                    allow_reconnect=False,
+                    error_cb=_unheard,
+                )
+                try:
+                    told = await client.request("$SYS.REQ.SERVER.PING.HEALTHZ")
+                finally:
+                    await client.close()
+            health = json.loads(told.data)["data"]
+            return "" if health["status"] == "ok" else str(health.get("error") or health["status"])
+        except (nats.errors.Error, OSError, TimeoutError, ValueError, LookupError, TypeError):
+            return ""
 
     def _arguments(self) -> list[str]:
         return ["--config", str(self.config_path)]
@@ -78,6 +104,7 @@ authorization {{
     {{ user: epd, password: "{self._password}" }}
 {roles}  ]
 }}
+accounts: {{ "$SYS": {{ users: [ {{ user: system, password: "{self._system_password}" }} ] }} }}
 jetstream {{
   store_dir: {_quoted(self.folder / "jetstream")}
   max_memory_store: 64MB
@@ -271,6 +298,10 @@ async def embedded_brokers(
             stack.push_async_callback(redis_broker.stop)
             await redis_broker.start()
         yield Brokers(state_dir, nats_broker, redis_broker)
+
+
+async def _unheard(error: Exception) -> None:
+    """nats-py logs what nobody takes."""
 
 
 def _made(state_dir: Path) -> Path:

@@ -103,6 +103,10 @@ class ServerProcess(ABC):
     async def _answers(self) -> bool:
         """Whether the server that was just started takes clients; called until it does."""
 
+    async def problem(self) -> str:
+        """What the server itself says is wrong although it runs; empty if it is well, or says nothing."""
+        return ""
+
     @property
     def pid(self) -> int:
         """The server's process id; another one after each restart."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from epd_cli.backoff import Backoff
+from epd_cli.broker_store import LOOK_S, StoreWatch, has_room, until_room
 from epd_cli.brokers import Brokers, embedded_brokers
 from epd_cli.connect import operator_bus
 from epd_cli.processes import ServiceProcess
@@ -108,7 +109,8 @@ class Stack:
         """Restart what dies, services and brokers, until ``stop`` is set.
 
         A service that dies again and again is started with growing pauses, and never given up: the others
-        answer meanwhile.
+        answer meanwhile. A broker that runs and says that it cannot write is restarted as well, once there
+        is room.
 
         Raises:
             EpdError: something could not be started again.
@@ -118,7 +120,25 @@ class Stack:
             while True:
                 code = await broker.wait()
                 say(f"{broker.name} ended (exit status {code}); starting it again at its address")
+                await until_room(broker.name, broker.folder, say)
                 await broker.start()
+
+        async def keep_store(broker: ServerProcess) -> None:
+            watch, told = StoreWatch(), False
+            while True:
+                await asyncio.sleep(LOOK_S)
+                problem = await broker.problem() if broker.running else ""
+                if problem and not has_room(broker.folder):
+                    if not told:
+                        say(
+                            f"{broker.name} cannot write ({problem}); make room, and it is started anew"
+                        )
+                    told = True
+                    continue
+                told = told and bool(problem)
+                if watch.look(problem, time.monotonic()):
+                    say(f"{broker.name} is stopped, as it cannot write although it runs: {problem}")
+                    await broker.stop()  # and its other keeper starts it
 
         async def keep(service: ServiceProcess) -> None:
             backoff = Backoff()
@@ -138,7 +158,9 @@ class Stack:
 
         keepers = [asyncio.create_task(keep(s), name=f"keep {s.worker_id}") for s in self.services]
         keepers += [
-            asyncio.create_task(keep_broker(b), name=f"keep {b.name}") for b in self.brokers
+            asyncio.create_task(keeper(broker), name=f"{keeper.__name__} {broker.name}")
+            for broker in self.brokers
+            for keeper in (keep_broker, keep_store)
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:

@@ -158,7 +158,7 @@ async def ended(worker: Worker) -> None:
 async def test_pictures_beside_a_deadly_one_are_answered(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:
-    """One engine dies with all of them, two more of the deadly one alone; then it is refused."""
+    """One engine dies with all of them, then those that get the deadly one alone, until it is refused."""
     async with service_stack(nats_url, redis_url, tmp_path) as stack:
         deadly, innocent = picture(), [picture() for _ in range(4)]
         (first,) = stack.encoders
@@ -177,7 +177,8 @@ async def test_pictures_beside_a_deadly_one_are_answered(
         for data, answer in zip(innocent, answers, strict=True):
             assert text_of(answer) == answer_text("x", data)
         dead = [worker for worker in stack.encoders if not worker.engine.alive]
-        assert len(dead) == 1 + DEATHS_ALONE
+        # Where the innocent had ended it was alone in the first as well.
+        assert DEATHS_ALONE <= len(dead) <= 1 + DEATHS_ALONE
         assert first in dead
         for other in others:
             assert other.engine.most_inside <= 1, "suspects are encoded one at a time"

@@ -324,7 +324,7 @@ async def fakes(own: Brokers, tmp_path: Path) -> AsyncIterator[ServiceStack]:
 async def test_a_slow_http_client_ends_alone(
     fakes: ServiceStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_common.replies.BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr("epd_common.replies.reply.BUFFER_BYTES", 1 << 20)
     engine = fakes.pds[0].engine
     engine.padding = "x" * 12_000_000  # more than sockets hold
     url = fakes.http.base_url

@@ -780,7 +780,7 @@ async def test_full_queue_of_encode_jobs(own_brokers: Brokers, tmp_path: Path) -
 async def test_an_answer_that_nobody_reads_is_bounded(
     stack: ServiceStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_common.replies.BUFFER_BYTES", 1000)
+    monkeypatch.setattr("epd_common.replies.reply.BUFFER_BYTES", 1000)
     async with ReplyHub(stack.bus) as hub, hub.expect("r1", timeout_s=BOUND_S) as reply:
         inbox = Frames(stack.bus, reply.inbox)
         await inbox.head()

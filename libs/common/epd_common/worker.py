@@ -9,35 +9,23 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from redis.asyncio import Redis
-
 from epd_common.accounts import Account
-from epd_common.bus import Bus, Delivery, JobPuller, announce, declare_consumers, declare_streams
+from epd_common.bus import Bus, Delivery, JobPuller, announce
 from epd_common.bus.exhausted import OnExhausted
 from epd_common.bus.micro import micro_service
-from epd_common.encode import Encoding
-from epd_common.engines import EncoderEngine, EngineInfo, Progress
+from epd_common.engines import EngineInfo, Progress
 from epd_common.errors import EpdError, UnavailableError, UpstreamError
 from epd_common.lifecycle import wait_any
-from epd_common.protocol import Locator, WorkerRecord, WorkerState, subjects
-from epd_common.protocol.lanes import background_slots, lane_waits_s
+from epd_common.protocol import WorkerRecord, WorkerState
 from epd_common.protocol.subjects import Stage
 from epd_common.protocol.workers import Encodes
 from epd_common.settings import WorkerSettings
 from epd_common.store import (
     Arena,
-    EmbeddingStore,
-    KeyStates,
-    MediaStore,
-    RedisEmbeddingStore,
-    Suspects,
-    open_redis,
 )
-from epd_common.store.arena import sweeping
 from epd_common.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -360,108 +348,3 @@ class Worker:
             "owes": self._engine is not None and self._engine.owes,
             "counters": dict(self.counters),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Connections:
-    """What a worker process works with, open as long as its stack is."""
-
-    settings: WorkerSettings
-    bus: Bus
-    redis: Redis
-    arena: Arena
-    worker: Worker
-    states: KeyStates
-    media: MediaStore
-    remote: list[EmbeddingStore]
-
-    def encoding(self, engine: EncoderEngine, info: EngineInfo) -> Encoding:
-        """Makes embeddings with this worker's engine."""
-        return Encoding(
-            bus=self.bus,
-            engine=engine,
-            info=info,
-            arena=self.arena,
-            remote=self.remote,
-            locators=[
-                Locator(store=name, node=self.settings.node if name == "arena" else "")
-                for name in self.settings.stores
-            ],
-            media=self.media,
-            states=self.states,
-            suspects=Suspects(self.redis),
-            worker=self.settings.worker_id,
-            counters=self.worker.counters,
-        )
-
-    async def pull(
-        self, stack: AsyncExitStack, stage: Stage, *, slots: int, ahead_s: float = 0.0
-    ) -> JobPuller:
-        """A puller of the model's queue, open as long as the stack is.
-
-        Generate jobs of the background lane may take long; encodes do not, and get all slots.
-        """
-        return await stack.enter_async_context(
-            JobPuller(
-                self.bus,
-                stage,
-                consumers=await declare_consumers(self.bus, stage, self.settings.model_name),
-                waits_s=lane_waits_s(self.settings.lane_waits_s),
-                slots=slots,
-                last_lane_slots=background_slots(slots) if stage == "generate" else slots,
-                ahead_s=ahead_s,
-                worker=self.settings.worker_id,
-            )
-        )
-
-
-async def connect(
-    stack: AsyncExitStack,
-    settings: WorkerSettings,
-    *,
-    role: Literal["encoder", "pd"],
-    slots: int,
-) -> Connections:
-    """Connect to the brokers, open this node's arena, and enter the registry as ``starting``."""
-    bus = await stack.enter_async_context(
-        Bus(
-            settings.nats_url,
-            name=f"epd-{role} {settings.worker_id}",
-            login=settings.nats_login(),
-            inbox=subjects.inbox_prefix(role),
-        )
-    )
-    redis = await stack.enter_async_context(open_redis(settings.redis_url, ca=settings.redis_ca))
-    await declare_streams(
-        bus,
-        max_jobs=settings.queue_max_jobs,
-        replicas=settings.nats_replicas,
-        update=False,
-    )
-    arena = Arena(settings.arena_dir, quota_bytes=settings.arena_bytes, worker=settings.worker_id)
-    arena.open()
-    stack.callback(arena.close)
-    await stack.enter_async_context(sweeping(arena))
-    worker = await stack.enter_async_context(Worker(bus, settings, arena, role=role, slots=slots))
-    worker.shows("arena", arena.report)
-    remote: list[EmbeddingStore] = []
-    if "redis" in settings.stores:
-        remote.append(
-            RedisEmbeddingStore(
-                redis,
-                ttl_s=settings.embedding_ttl_s,
-                bound_bytes=settings.redis_embedding_bytes,
-            )
-        )
-    return Connections(
-        settings=settings,
-        bus=bus,
-        redis=redis,
-        arena=arena,
-        worker=worker,
-        states=KeyStates(
-            redis, lease_s=settings.encode_lease_s, ready_ttl_s=settings.embedding_ttl_s
-        ),
-        media=MediaStore(redis, ttl_s=settings.media_ttl_s),
-        remote=remote,
-    )

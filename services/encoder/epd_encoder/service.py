@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from epd_common.bus.exhausted import burying_exhausted
+from epd_common.connections import connect
 from epd_common.encode import EncodeHandler
 from epd_common.engines import EncoderEngine
-from epd_common.worker import connect
 from epd_encoder.settings import EncoderSettings
 
 

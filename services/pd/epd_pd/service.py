@@ -8,13 +8,13 @@ from contextlib import AsyncExitStack
 
 from epd_common.bus import Registry
 from epd_common.bus.exhausted import burying_exhausted
+from epd_common.connections import connect
 from epd_common.encode import EncodeHandler
 from epd_common.engines import PdEngine
 from epd_common.ingest import Ingest, PictureChecker
 from epd_common.orders import Orders
 from epd_common.protocol import subjects
 from epd_common.store import Arena, SizeTable
-from epd_common.worker import connect
 from epd_pd.admission import Admission
 from epd_pd.answering import Answering
 from epd_pd.cancels import Cancels

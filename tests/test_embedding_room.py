@@ -131,6 +131,18 @@ async def test_one_that_never_fits(redis: Redis) -> None:
     assert await store.contains(kept), "nothing had to go for it"
 
 
+async def test_more_memory_counts_at_once_for_what_did_not_fit(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_common.store.maxmemory.LOOK_AGAIN_S", 0.0)
+    store = store_of(redis)
+    await redis.config_set("maxmemory", MB)
+    with pytest.raises(StoreFullError):
+        await put(store, MB)
+    await redis.config_set("maxmemory", 64 * MB)
+    assert await store.contains(await put(store, MB))
+
+
 async def test_what_lapsed_is_forgotten_and_what_is_deleted(redis: Redis) -> None:
     store = store_of(redis, bound=10 * MB, ttl_s=1)
     lapsed, deleted = await put(store, MB), await put(store, MB)

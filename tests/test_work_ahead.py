@@ -27,7 +27,8 @@ def test_by_its_rate() -> None:
     assert at_rate(0.01) == SLOTS
     assert at_rate(0.1) == 5
     assert at_rate(0.1, batch=4) == 5
-    assert at_rate(0.4) == LEAST == at_rate(30.0)
+    assert at_rate(0.4) == 2
+    assert at_rate(0.6) == LEAST == at_rate(30.0)
     assert at_rate(30.0, ahead_s=0) == SLOTS
 
 

@@ -166,7 +166,7 @@ class EncodeSettings(CommonSettings):
         0.5,
         ge=0,
         description="Seconds of encode work that a worker takes at once, by the rate at which its jobs end, "
-        "so that a slow one has few: two jobs in any case, `EPD_ENCODER_SLOTS` at most. 0: as many as slots.",
+        "so that a slow one has few: one job in any case, `EPD_ENCODER_SLOTS` at most. 0: as many as slots.",
     )
 
 

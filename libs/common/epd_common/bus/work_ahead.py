@@ -2,7 +2,7 @@
 
 What a worker has in its hands no other one gets, and nothing more urgent goes before it. So a worker takes
 no more than it will be done with soon, by the rate at which its jobs end: a slow one has few, a fast one
-many. It always has two, one in work and one to go on with.
+many; one at least.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-LEAST = 2
+LEAST = 1
 _ENDS = 32
 """The rate is that of so many ends."""
 

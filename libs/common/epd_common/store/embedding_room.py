@@ -109,7 +109,10 @@ class EmbeddingRoom:
         Raises:
             StoreFullError: it is larger than the bound.
         """
-        if not (bound := await self._bound.bytes()):
+        bound = await self._bound.bytes()
+        if 0 < bound < size:
+            bound = await self._bound.bytes(again=True)
+        if not bound:
             return
         if size > bound:
             raise StoreFullError(

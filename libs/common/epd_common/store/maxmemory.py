@@ -8,8 +8,9 @@ from redis.asyncio import Redis
 
 from epd_common.store.redis_client import redis_errors
 
-LOOK_S = 60.0
-"""Seconds between looks at ``maxmemory``, which may be changed while Valkey runs."""
+LOOK_S, LOOK_AGAIN_S = 60.0, 1.0
+"""Seconds between looks at ``maxmemory``, which may be changed while Valkey runs; where the last look stands
+in the way of something, it is looked at sooner."""
 
 
 class MemoryShare:
@@ -25,18 +26,23 @@ class MemoryShare:
         self._fixed = fixed_bytes
         self._part = part
         self._share: int | None = None
-        self._look_at = 0.0
+        self._looked = 0.0
 
-    async def bytes(self) -> int:
+    async def bytes(self, *, again: bool = False) -> int:
         """The bound; 0: there is none.
+
+        Args:
+            again: What was seen a while ago does not do.
 
         Raises:
             UnavailableError: Valkey does not answer.
         """
         if self._fixed:
             return self._fixed
-        if self._share is None or time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + LOOK_S  # at once: others go by what was seen before
+        now = time.monotonic()
+        due = self._looked + (LOOK_AGAIN_S if again else LOOK_S)
+        if self._share is None or now >= due:
+            self._looked = now  # at once: others go by what was seen before
             with redis_errors():
                 found = await self._redis.info("memory")
             self._share = -(-int(found.get("maxmemory", 0)) // self._part)

@@ -81,6 +81,9 @@ async def _run(
         used = meter.read(load.sent, [outcome.late_s for outcome in load.outcomes])
     after = await system.read()
     distinct = len(load.pictures)
+    use = use_between(before, after, requests=load.sent, distinct_images=distinct)
+    if plan.kill_encoder:  # its counts died with it
+        use.encodes_per_distinct_image, use.counts = None, {}
     return Measurement(
         system=system.name,
         round=number,
@@ -89,7 +92,7 @@ async def _run(
             load.outcomes, lasted_s=load.lasted_s, distinct_images=distinct, slo=plan.slo
         ),
         client=used,
-        use=use_between(before, after, requests=load.sent, distinct_images=distinct),
+        use=use,
     )
 
 

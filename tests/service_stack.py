@@ -88,6 +88,8 @@ class Process:
     ) -> None:
         self._stop = asyncio.Event()
         self.task = asyncio.create_task(run(self._stop), name=name)
+        # How a process ends is seen by who looks; asyncio's word on it would come in the middle of anything.
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def terminate(self) -> None:
         self._stop.set()

@@ -23,7 +23,6 @@ from PIL import Image
 
 from direct import Inbox, direct_job, publish
 from epd_cli.brokers import Brokers, embedded_brokers
-from epd_common import replies
 from epd_common.bus import Bus
 from epd_common.errors import EpdError, UpstreamError
 from epd_common.protocol import (
@@ -42,7 +41,7 @@ from epd_common.protocol import (
 )
 from epd_common.protocol.codec import encode
 from epd_common.protocol.keys import digest
-from epd_common.replies import Reply, ReplyHub
+from epd_common.replies import EVENT_STREAM, Reply, ReplyHub
 from epd_common.store import KeyStates, SizeTable, StoreFullError
 from fake_engine import answer_text, tag
 from service_stack import (
@@ -833,7 +832,7 @@ class Frames:
         return {"request_id": "r1", "attempt": self.attempt, "seq": self.seq - 1}
 
     async def head(self) -> None:
-        head = ReplyHead(**self._next(), status=200, content_type=replies.EVENT_STREAM)
+        head = ReplyHead(**self._next(), status=200, content_type=EVENT_STREAM)
         await self._bus.emit(self._inbox, head)
 
     async def data(self, data: bytes) -> None:
@@ -898,8 +897,9 @@ async def test_doubled_frames_count_once(expected: tuple[Reply, Frames]) -> None
 async def test_a_gap_that_nobody_fills_is_an_error(
     stack: ServiceStack, expected: tuple[Reply, Frames], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "LOOK_S", 0.02)
-    monkeypatch.setattr(replies, "ASKED_TIMES", 3)
+    for module in ("hub", "reply"):
+        monkeypatch.setattr(f"epd_common.replies.{module}.LOOK_S", 0.02)
+    monkeypatch.setattr("epd_common.replies.reply.ASKED_TIMES", 3)
     reply, worker = expected
     reply.submitted = True
     cancelled = await _cancels_of(stack, "r1")

@@ -698,3 +698,38 @@ async def test_a_cancel_that_meets_the_event_is_not_lost(house: House, turns: in
 def test_grids_that_could_be_an_items(grid: Any, right: bool) -> None:
     """A prompt is made with so much room."""
     assert is_metadata({"image_grid_thw": grid}) == right
+
+
+# -- whoever pinned it --------------------------------------------------------------------------------
+
+
+async def test_what_another_request_pinned_stays_for_one_that_wants_it(house: House) -> None:
+    """The engine may have seen it there, and begun with it, before this request has pinned it itself."""
+    await house.write()
+    assert await house.pins.take(house.key) is not None
+    with house.pins.wanted([house.key, house.key]):
+        house.pins.release(house.key)
+        assert house.pinned == [house.key]
+        assert await house.pins.take(house.key) is not None
+    assert house.pinned == [house.key], "it is in use"
+    house.pins.release(house.key)
+    assert house.pinned == []
+    assert house.pins.report() == {"keys": 0, "users": 0}
+
+
+async def test_a_wrong_embedding_goes_although_it_is_wanted(house: House) -> None:
+    await house.write()
+    with house.pins.wanted([house.key]):
+        assert await house.pins.take(house.key) is not None
+        house.pins.release(house.key)
+        await house.pins.forget(house.key)
+        assert house.pinned == []
+        assert await house.pins.take(house.key) is None
+    assert house.pins.report() == {"keys": 0, "users": 0}
+
+
+async def test_a_request_wants_its_items_from_its_beginning(house: House) -> None:
+    context = OrderContext("m", house.fingerprint, "request-2")
+    async with house.readiness().arriving([house.item], context):
+        assert house.pins.report()["keys"] == 1
+    assert house.pins.report()["keys"] == 0

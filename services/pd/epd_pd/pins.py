@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from epd_common.engines import EngineInfo
 from epd_common.store import Arena, Embedding, EmbeddingHeader, EmbeddingStore, IntegrityError
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 class Pins:
     """Counts who uses which pinned embedding; the last to let go unpins it.
+
+    A request that is inside the engine before all of its items are here goes by what is pinned, whoever
+    pinned it. So it says at its beginning what it wants: from then on nothing of that is unpinned under it.
 
     Args:
         arena: This node's arena.
@@ -36,8 +40,20 @@ class Pins:
         self._info = info
         self._counters = counters
         self._users: Counter[str] = Counter()
+        self._wanted: Counter[str] = Counter()
         self._headers: dict[str, EmbeddingHeader] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+
+    @contextlib.contextmanager
+    def wanted(self, keys: Sequence[str]) -> Iterator[None]:
+        """What is pinned of these, or comes to be, stays so for the context."""
+        self._wanted.update(keys)
+        try:
+            yield
+        finally:
+            for key in keys:
+                self._wanted[key] -= 1
+                self._settle(key)
 
     async def take(self, key: str, *, here_alone: bool = False) -> EmbeddingHeader | None:
         """Pin an embedding and return its header; None if no store has a usable one.
@@ -65,19 +81,28 @@ class Pins:
     def release(self, key: str) -> None:
         """One user less."""
         self._users[key] -= 1
-        if self._users[key] > 0:
+        self._settle(key)
+
+    def _settle(self, key: str) -> None:
+        if self._users[key] > 0 or self._wanted[key] > 0:
             return
-        del self._users[key]
+        del self._users[key], self._wanted[key]
         self._locks.pop(key, None)
+        self._unpin(key)
+
+    def _unpin(self, key: str) -> None:
         self._headers.pop(key, None)
         self._arena.unpin(key)  # even without a header: one who was cancelled may have pinned it
 
     def report(self) -> dict[str, int]:
-        """``keys`` that are held, and by how many ``users``."""
-        return {"keys": len(self._users), "users": self._users.total()}
+        """``keys`` that are held or wanted, and by how many ``users``."""
+        return {"keys": len({*self._users, *self._wanted}), "users": self._users.total()}
 
     async def forget(self, key: str) -> None:
-        """Delete an embedding that turned out to be wrong from every store that is read here."""
+        """Delete an embedding that turned out to be wrong from every store that is read here, and its pin
+        where nobody uses it."""
+        if not self._users[key]:
+            self._unpin(key)
         await self._arena.delete(key)
         for store in self._remote:
             await store.delete(key)

@@ -95,20 +95,21 @@ class Readiness:
         """
         arrivals = Arrivals(items, media)
         taken: list[str] = []
-        waits = [
-            asyncio.ensure_future(self._follow(index, arrivals, context, taken))
-            for index in range(len(items))
-        ]
-        try:
-            if items:
-                await self._forecast(items, arrivals)
-            yield arrivals
-        finally:
+        with self._pins.wanted([item.key for item in items]):
+            waits = [
+                asyncio.ensure_future(self._follow(index, arrivals, context, taken))
+                for index in range(len(items))
+            ]
             try:
-                await end(*waits)
-            finally:  # also where this is cancelled a second time
-                for key in taken:
-                    self._pins.release(key)
+                if items:
+                    await self._forecast(items, arrivals)
+                yield arrivals
+            finally:
+                try:
+                    await end(*waits)
+                finally:  # also where this is cancelled a second time
+                    for key in taken:
+                        self._pins.release(key)
 
     async def let_go(self, keys: Sequence[str], request_id: str) -> None:
         """The request has ended without them: what nobody else waits for need not be encoded."""

@@ -343,9 +343,10 @@ async def test_a_worker_that_is_shut_down_hands_its_answers_over(bare: SimStack)
 
     asking = asyncio.create_task(read())
     await eventually(lambda: _busy(bare, first), "it is begun")
+    bare.pd_time.hold_after = 10
     bare.pd_time.passing.set()
     await eventually(lambda: len(told) > 1, "some of it was told")
-    bare.pd_time.passing.clear()
+    assert not asking.done()
     await first.process.stop()
     bare.pd_time.passing.set()
     second = await bare.add_pd()

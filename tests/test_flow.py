@@ -898,7 +898,7 @@ async def test_doubled_frames_count_once(expected: tuple[Reply, Frames]) -> None
 async def test_a_gap_that_nobody_fills_is_an_error(
     stack: ServiceStack, expected: tuple[Reply, Frames], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "LOOK_S", 0.02)
+    monkeypatch.setattr("epd_common.replies.reply.LOOK_S", 0.02)
     monkeypatch.setattr(replies, "ASKED_TIMES", 3)
     reply, worker = expected
     reply.submitted = True

@@ -14,7 +14,6 @@ from nats.aio.msg import Msg
 
 from direct import Inbox, direct_job, publish
 from epd_cli.brokers import embedded_brokers
-from epd_common import replies
 from epd_common.bus import Bus
 from epd_common.protocol import ReplayRequest, ReplyData, ReplyEnd, ReplyHead, decode, subjects
 from epd_common.protocol.codec import encode
@@ -50,7 +49,7 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
 @pytest.fixture
 async def reply(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Reply]:
     """A reply whose request was sent."""
-    monkeypatch.setattr(replies, "LOOK_S", 0.02)
+    monkeypatch.setattr("epd_common.replies.reply.LOOK_S", 0.02)
     async with ReplyHub(bus) as hub, hub.expect(secrets.token_hex(8), timeout_s=BOUND_S) as opened:
         opened.submitted = True
         yield opened
@@ -98,7 +97,7 @@ async def test_what_is_missing_is_asked_for(bus: Bus, reply: Reply, lost: list[i
 async def test_a_lost_end_is_asked_for_after_a_silence(
     bus: Bus, reply: Reply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "SILENCE_S", 0.3)
+    monkeypatch.setattr("epd_common.replies.reply.SILENCE_S", 0.3)
     asked = await asked_for(bus, reply)
     sent = frames(reply, b"a")
     for frame in sent[:2]:

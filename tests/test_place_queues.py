@@ -221,6 +221,11 @@ async def test_a_job_goes_to_its_place_or_to_another_where_that_is_full(
     await send(stack, small.id)
     took_s = await eventually(lambda: runs(large) == 1, "the other has the second one")
     assert took_s < 2
+
+    async def counted() -> bool:
+        return (await stack.counters(large)).get("from_others") == 1
+
+    await eventually(counted, "that is counted")
     for pd in stack.pds:
         pd.engine.gate.set()
     await eventually(lambda: not runs(small) and not runs(large), "all is done")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Set
 
 import nats.errors
@@ -53,9 +54,19 @@ def to_look_into(own: str, holding: Set[str], ready: Set[str]) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def looking_into_other_places(
-    bus: Bus, puller: JobPuller, registry: Registry, *, model: str, worker: str
+    bus: Bus,
+    puller: JobPuller,
+    registry: Registry,
+    *,
+    model: str,
+    worker: str,
+    counters: Counter[str],
 ) -> AsyncIterator[None]:
-    """While open, a puller knows of the queues of others that it should look into."""
+    """While open, a puller knows of the queues of others that it should look into.
+
+    Args:
+        counters: ``from_others`` counts the jobs that it took there.
+    """
 
     async def look() -> None:
         declared: dict[str, str] = {}
@@ -64,6 +75,8 @@ async def looking_into_other_places(
             if not looks % DECLARE_AGAIN_LOOKS:
                 declared.clear()
             looks += 1
+            if puller.taken_from_others:
+                counters["from_others"] = puller.taken_from_others
             try:
                 holding = await places_with_jobs(bus, model)
                 ready = {record.worker for record in registry.ready("pd", model)}

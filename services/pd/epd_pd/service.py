@@ -115,6 +115,7 @@ class PdService:
                     registry,
                     model=settings.model_name,
                     worker=settings.worker_id,
+                    counters=counters,
                 )
             )
             queues = [(generate, handler.handle, handler.exhausted)]

@@ -274,3 +274,18 @@ async def test_a_job_that_a_dead_owner_had_comes_to_another(stack: ServiceStack)
     assert took_s < streams.ACK_WAIT_S + 1.5
     for pd in stack.pds:
         pd.engine.gate.set()
+
+
+async def test_placed_jobs_may_have_all_slots(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    """None is kept free of them, as some are of the background lane."""
+    async with bare_stack(nats_url, redis_url, tmp_path) as stack:
+        pd = await stack.add_pd(pd_slots=4)
+        await stack.add_gateway()
+        await stack.ready()
+        pd.engine.gate.clear()
+        for _ in range(5):
+            await send(stack, pd.id)
+        await eventually(lambda: runs(pd) == 4, "as many as there are slots")
+        pd.engine.gate.set()

@@ -15,7 +15,7 @@ from direct import Inbox, direct_job, take
 from epd_cli import argument_types
 from epd_cli.__main__ import main
 from epd_cli.brokers import Brokers, embedded_brokers
-from epd_common.bus import Bus
+from epd_common.bus import Bus, declare_place
 from epd_common.bus.dead_letters import MAX_NUMBER, DeadLetters, Letter
 from epd_common.bus.streams import JOB_MAX_AGE_S, declare_streams
 from epd_common.errors import BadRequestError, NotFoundError
@@ -45,9 +45,12 @@ async def exhaust(stack: ServiceStack, stage: Any, subject: str) -> None:
     """Have the one job of a subject delivered as often as may be, to workers that say nothing."""
     names = {"encode": subjects.encode_consumer, "generate": subjects.generate_consumer}
     streams = {"encode": subjects.ENCODE_STREAM, "generate": subjects.GENERATE_STREAM}
-    lane = subject.split(".")[4]
+    lane, *place = subject.split(".")[4:]
+    consumer = names[stage](stack.model, lane)
+    if place not in ([], ["any"]):
+        consumer = await declare_place(stack.bus, stack.model, *place)
     for _ in range(5):
-        message = await take(stack.bus, streams[stage], names[stage](stack.model, lane))
+        message = await take(stack.bus, streams[stage], consumer)
         assert message.subject == subject
         await message.nak()
 
@@ -70,13 +73,14 @@ async def until_a_letter(stack: ServiceStack) -> Letter:
     return letter
 
 
+@pytest.mark.parametrize("place", ["any", "of-one-that-died"])
 async def test_a_generate_job_that_kills_each_worker_is_answered_and_buried(
-    stack: ServiceStack,
+    stack: ServiceStack, place: str
 ) -> None:
     await stop_workers(stack)
     inbox = await Inbox().listen(stack.bus)
     job = direct_job(stack, inbox)
-    subject = subjects.generate_subject(stack.model, "l0")
+    subject = subjects.generate_subject(stack.model, "l0", place)
     await stack.bus.store(subject, job, message_id="exhausted")
     await exhaust(stack, "generate", subject)
     await stack.add_pd()  # only now is there somebody who could be told

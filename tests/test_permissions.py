@@ -26,6 +26,7 @@ from epd_cli.nats_users import NATS_ROLES
 from epd_cli.status import status
 from epd_common.api_keys import ApiKey, hash_key
 from epd_common.bus import Bus
+from epd_common.bus.queues import places_with_jobs
 from epd_common.health import ask_health
 from epd_common.protocol import Item, Media, ReplyData, ReplyEnd, decode_reply, encode, subjects
 from epd_common.protocol.keys import digest
@@ -114,6 +115,23 @@ async def test_requests_files_and_cancels_work_and_nothing_is_refused(
     assert text_of(answer) == answer_text("file", third)
     assert (await stack.http.get(f"/v1/files/{file_id}/content")).content == third
     assert (await stack.http.delete(f"/v1/files/{file_id}")).status_code == 200
+
+    await stack.add_pd()
+    await stack.ready()
+    for pd in stack.pds:
+        placed = subjects.generate_subject(stack.model, "l0", pd.id)
+        await stack.bus.store(placed, direct_job(stack, ""), message_id=f"placed {pd.id}")
+    gone = subjects.generate_subject(stack.model, "l0", "gone")
+    await stack.bus.store(gone, direct_job(stack, ""), message_id="placed nowhere")
+
+    async def all_done() -> bool:
+        return await places_with_jobs(stack.bus, stack.model) == set()
+
+    await eventually(all_done, "placed jobs are done, and those of a worker that is gone")
+    assert text_of(await stack.ask("long " * 400)) == "long " * 400
+    metrics = (await stack.http.get("/metrics")).text
+    assert 'epd_gateway_placements_total{outcome="nearest"} 1.0' in metrics
+    await stack.pds.pop().process.stop()
 
     engine = stack.pds[0].engine
     engine.gate.clear()

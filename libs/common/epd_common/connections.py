@@ -8,7 +8,7 @@ from typing import Literal
 
 from redis.asyncio import Redis
 
-from epd_common.bus import Bus, JobPuller, declare_consumers, declare_streams
+from epd_common.bus import Bus, JobPuller, declare_consumers, declare_place, declare_streams
 from epd_common.encode import Encoding
 from epd_common.engines import EncoderEngine, EngineInfo
 from epd_common.protocol import Locator, subjects
@@ -65,18 +65,25 @@ class Connections:
     ) -> JobPuller:
         """A puller of the model's queue, open as long as the stack is.
 
-        Generate jobs of the background lane may take long; encodes do not, and get all slots.
+        Generate jobs of the background lane may take long; encodes do not, and get all slots. For generate
+        jobs there is, beside the lanes, a queue of those that are meant for this worker.
         """
+        settings = self.settings
+        lanes = await declare_consumers(self.bus, stage, settings.model_name)
+        home: list[str] = []
+        if stage == "generate":
+            home = [await declare_place(self.bus, settings.model_name, settings.worker_id)]
         return await stack.enter_async_context(
             JobPuller(
                 self.bus,
                 stage,
-                consumers=await declare_consumers(self.bus, stage, self.settings.model_name),
-                waits_s=lane_waits_s(self.settings.lane_waits_s),
+                consumers=[*home, *lanes],
+                waits_s=(*(0.0 for _ in home), *lane_waits_s(settings.lane_waits_s)),
                 slots=slots,
                 last_lane_slots=background_slots(slots) if stage == "generate" else slots,
                 ahead_s=ahead_s,
-                worker=self.settings.worker_id,
+                worker=settings.worker_id,
+                home=bool(home),
             )
         )
 

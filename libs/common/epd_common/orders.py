@@ -44,6 +44,7 @@ class OrderContext:
     Attributes:
         owner: The tenant in whose quota its body is.
         background: They go behind those of others.
+        place: The PD worker that its generate job is meant for, if any.
     """
 
     model: str
@@ -55,6 +56,7 @@ class OrderContext:
     owner: str = ""
     priority: int = 0
     background: bool = False
+    place: str = subjects.ANY_PLACE
 
     def waiter(self) -> Waiter | None:
         """Who waits for the items: a request until its deadline, an early upload as long as a job lives."""
@@ -184,11 +186,17 @@ class Orders:
             if not await self._states.published(item.key, claim.epoch, sequence):
                 await self._take_off(subjects.ENCODE_STREAM, sequence, context.request_id)
 
-    async def publish_generate(self, job: GenerateJob, *, background: bool = False) -> int:
+    async def publish_generate(
+        self, job: GenerateJob, *, background: bool = False, place: str = subjects.ANY_PLACE
+    ) -> int:
         """Publish a generate job; its number in the queue."""
         lane = BACKGROUND_LANE if background else generate_lane(len(job.items), job.priority)
+        if lane == BACKGROUND_LANE:
+            place = (
+                subjects.ANY_PLACE
+            )  # by its place it could have the slots that are kept free of it
         return await self._bus.store(
-            subjects.generate_subject(job.model, lane),
+            subjects.generate_subject(job.model, lane, place),
             job,
             message_id=f"generate-{job.request_id}",
         )
@@ -221,7 +229,7 @@ class Orders:
     async def _submit(self, job: GenerateJob, context: OrderContext) -> Submitted:
         claims = await self.claim(job.items, context)
         encodes = self.publish_encodes(job.items, claims, context)
-        generate = self.publish_generate(job, background=context.background)
+        generate = self.publish_generate(job, background=context.background, place=context.place)
         _, sequence = results = await asyncio.gather(encodes, generate, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:

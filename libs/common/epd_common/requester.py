@@ -23,7 +23,9 @@ from epd_common.ingest.contents import PROMPT_FIELDS
 from epd_common.ingest.fitting import check_fits
 from epd_common.ingest.pipeline import Prepared
 from epd_common.orders import OrderContext, Orders, Submitted
+from epd_common.placing import Placing
 from epd_common.protocol import GenerateJob, Item, WorkerRecord
+from epd_common.protocol.subjects import ANY_PLACE
 from epd_common.replies import Reply, ReplyHub
 from epd_common.store import Claim, SizeTables
 from epd_common.tasks import whole
@@ -77,6 +79,7 @@ class Requester:
     Args:
         name: Key of the process's record in the registry. Workers end its requests when its heartbeat is
             missing; empty: those end by their deadlines alone.
+        placing: Names the PD worker that a request is meant for; without it, any.
     """
 
     def __init__(
@@ -88,7 +91,9 @@ class Requester:
         hub: ReplyHub,
         sizes: SizeTables,
         name: str = "",
+        placing: Placing | None = None,
     ) -> None:
+        self._placing = placing
         self._sizes = sizes
         self._name = name
         self._registry = registry
@@ -159,6 +164,12 @@ class Requester:
                     traceparent=traceparent,
                     requester=self._name,
                 )
+                place = ANY_PLACE
+                background = entry is not None and entry.yields
+                if self._placing is not None and not background and priority <= 0:
+                    place = at_end.enter_context(
+                        self._placing.placed(route, prepared.body, prepared.items, worker)
+                    )
                 context = OrderContext(
                     model=worker.model,
                     fingerprint=worker.fingerprint,
@@ -168,7 +179,8 @@ class Requester:
                     priority=priority,
                     deadline=stage_deadline,
                     traceparent=traceparent,
-                    background=entry is not None and entry.yields,
+                    background=background,
+                    place=place,
                 )
                 async with self._submitted(job, context, reply) as claims:
                     yield SentRequest(reply, prepared.items, [_origin(claim) for claim in claims])

@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from epd_common.ingest.limits import IngestLimits
 from epd_common.login import NatsLogin, check_ca, nats_servers
 from epd_common.protocol.lanes import AGED_WAITS_S
+from epd_common.protocol.subjects import ANY_PLACE
 
 PREFIX = "EPD_"
 SECRET: JsonDict = {"secret": True}
@@ -113,6 +114,13 @@ class CommonSettings(BaseSettings):
     @classmethod
     def _are_servers(cls, value: str) -> str:
         nats_servers(value)
+        return value
+
+    @field_validator("worker_id")
+    @classmethod
+    def _is_a_place(cls, value: str) -> str:
+        if value == ANY_PLACE:
+            raise ValueError(f"{ANY_PLACE!r} stands for every worker")
         return value
 
     @field_validator("nats_creds", "nats_nkey_seed_file", "nats_ca", "redis_ca", mode="before")

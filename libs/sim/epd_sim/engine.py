@@ -42,11 +42,13 @@ class SimOptions:
         revision: Part of the fingerprint, as with a real model.
         decodes: Whether pictures are decoded before they are encoded, as a real engine does; it takes
             real time, and the pixels are thrown away.
+        prefix_caching: Whether what was prefilled is kept for prompts that begin alike, as vLLM does.
     """
 
     served: str
     revision: str = ""
     decodes: bool = False
+    prefix_caching: bool = True
     profile: Profile
     plan: FaultPlan = field(default_factory=FaultPlan)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
@@ -31,10 +32,13 @@ from epd_sim.embedding import read_signature
 from epd_sim.engine import SimEngine, SimOptions
 from epd_sim.faults import Faults
 from epd_sim.parameters import RefusedError
+from epd_sim.prefix_cache import BLOCK_TOKENS, PrefixCache
 from epd_sim.replies import JSON_TYPE, STREAM_TYPE, ChoiceReplies, Replies, error_body
 from epd_sim.request import PromptInside, RequestInside, read_request
 from epd_sim.response_replies import ResponseReplies
 from epd_sim.scheduler import Scheduler, Sequence, Step
+
+MOST_SIGNATURES = 16_384
 
 
 class SimPdEngine(SimEngine):
@@ -63,8 +67,11 @@ class SimPdEngine(SimEngine):
         self._faults = Faults(options.plan)
         self._max_num_seqs = max_num_seqs
         self._scheduler = Scheduler(
-            max_num_seqs=max_num_seqs, budget=options.profile.prefill_budget
+            max_num_seqs=max_num_seqs, budget=options.profile.prefill_budget, held=self._held
         )
+        self._cache = PrefixCache(options.profile.kv_tokens if options.prefix_caching else 0)
+        self._signatures: OrderedDict[str, bytes] = OrderedDict()
+        """Of items whose rows the cache may hold."""
         self._inside: dict[Sequence, PromptInside] = {}
         self._changes = Changes()
         self._stepping = False
@@ -152,9 +159,29 @@ class SimPdEngine(SimEngine):
             await self._read_items(step)
             seconds = self._profile.engine_step_s(step.prefill_tokens, step.decoding)
             await self._device.compute(seconds)
+            self._keep(step)
             for sequence in self._scheduler.advance(step):
                 if (prompt := self._inside.get(sequence)) is not None:
                     prompt.request.changed.set()
+
+    def _held(self, sequence: Sequence) -> int:
+        """Tokens of a prompt's beginning that are cached, with what its answer shows of their items."""
+        if (prompt := self._inside.get(sequence)) is None:
+            return 0
+        held = self._cache.held(prompt.blocks)
+        for number, span in enumerate(sequence.spans):
+            if span.offset >= held:
+                break
+            if (signature := self._signatures.get(span.key)) is None:
+                return span.offset
+            prompt.evidence[prompt.places[number]] = signature
+        return held
+
+    def _keep(self, step: Step) -> None:
+        """Keep the blocks that a step completes."""
+        for sequence, tokens in step.prefill:
+            if (prompt := self._inside.get(sequence)) is not None:
+                self._cache.keep(prompt.blocks[: (sequence.computed + tokens) // BLOCK_TOKENS])
 
     def _is_here(self, key: str) -> bool:
         return (self._pins / key).exists()
@@ -167,12 +194,20 @@ class SimPdEngine(SimEngine):
                 if prompt is None:
                     break  # its request went away meanwhile
                 try:
-                    prompt.evidence[prompt.places[number]] = await asyncio.to_thread(
+                    signature = await asyncio.to_thread(
                         read_signature, self._pins, prompt.expected[number], self._fingerprint
                     )
+                    prompt.evidence[prompt.places[number]] = signature
+                    self._remember(prompt.expected[number].key, signature)
                 except IntegrityError as error:
                     self._fail(prompt.request, error)
                     break
+
+    def _remember(self, key: str, signature: bytes) -> None:
+        self._signatures[key] = signature
+        self._signatures.move_to_end(key)
+        if len(self._signatures) > MOST_SIGNATURES:
+            self._signatures.popitem(last=False)
 
     def _fail(self, request: RequestInside, error: EpdError) -> None:
         request.failure = error

@@ -38,6 +38,7 @@ class Profile:
         prefill_budget: Tokens of one step, as vLLM's ``--max-num-batched-tokens``.
         step_s: Seconds a step takes at least.
         sequence_s: Seconds a decoding sequence adds to a step.
+        kv_tokens: Tokens that the prefix cache holds; 0: there is none.
         time_scale: All times are multiplied by it.
     """
 
@@ -54,6 +55,7 @@ class Profile:
     prefill_budget: int
     step_s: float
     sequence_s: float
+    kv_tokens: int = 0
     time_scale: float = 1.0
 
     @property
@@ -75,6 +77,8 @@ class Profile:
 # Published: one 1080p image is encoded in 167 ms and prefilled in 126 ms (2,718 prompt tokens); an embedding
 # of it has 2,691 rows x 3,584. So 62 us a row and 46 us a token.
 # Derived: a step reads 15.2 GB of weights (7.6 G parameters, bf16) at 60 % of the H100's 3.35 TB/s: 7.6 ms.
+# A token of the prefix cache has 57 kB (28 layers, 4 KV heads of 128, keys and values, bf16): 53 GB of the 80
+# are left for 900,000.
 # Assumed: that 60 %, 0.1 ms a sequence, a gain of 20 % in batches of up to 8; 2,048 tokens a step and
 # 32,768 a sequence are common settings of vLLM.
 _QWEN2_5_VL = Profile(
@@ -90,6 +94,7 @@ _QWEN2_5_VL = Profile(
     prefill_budget=2048,
     step_s=0.0076,
     sequence_s=0.0001,
+    kv_tokens=900_000,
 )
 
 # Published: TTFT of 201, 348, 425 and 636 ms for 1 to 4 images of 720p; an embedding of 1080p with DeepStack
@@ -97,6 +102,7 @@ _QWEN2_5_VL = Profile(
 # Derived: the least-squares line of the four is 138 ms an image and 57 ms besides. An image of 720p has
 # 880 rows here. Encode and prefill share the 138 ms as they do on Qwen2.5-VL-7B (167 to 126): 79 and 59 ms.
 # A step reads 16.4 GB of weights (8.2 G parameters) at 60 % of the H20's 4.0 TB/s: 6.8 ms.
+# A token of the prefix cache has 147 kB (36 layers, 8 KV heads of 128): 66 GB of the 96 for 440,000.
 # Assumed: that split, and what is assumed above. The 57 ms are of a whole server (HTTP, preprocessing), and
 # none of them is simulated.
 _QWEN3_VL = Profile(
@@ -113,6 +119,7 @@ _QWEN3_VL = Profile(
     prefill_budget=2048,
     step_s=0.0068,
     sequence_s=0.0001,
+    kv_tokens=440_000,
 )
 
 # Published: an embedding has at most 640 rows x 3,584. There is no published time of one stage alone.
@@ -120,6 +127,7 @@ _QWEN3_VL = Profile(
 # takes 3.2 times as long, as its language model has the size of Qwen2.5-VL's. A row is 16 patches instead of
 # 4, through a tower of 0.40 instead of 0.67 G parameters: 2.4 times the work, so 7.5 times as long.
 # A step reads 15.2 GB at 60 % of the A100's 2.0 TB/s: 12.7 ms.
+# Its language model's cache is that of the H100's, on as much memory.
 # Assumed: that times scale so, and what is assumed above. Its slices are not simulated: a picture's rows
 # follow the grid of the others, up to 640.
 _MINICPM_V = Profile(
@@ -135,6 +143,7 @@ _MINICPM_V = Profile(
     prefill_budget=2048,
     step_s=0.0127,
     sequence_s=0.0001,
+    kv_tokens=900_000,
 )
 
 # No model at all: for tests of everything around an engine.

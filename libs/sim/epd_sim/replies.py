@@ -18,16 +18,19 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request: of its prompts once each, of all its answers."""
+    """Tokens of a request: of its prompts once each, of these that were cached, of all its answers."""
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
-    def fields(self) -> dict[str, int]:
+    def fields(self) -> dict[str, Any]:
+        cached = {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            **(cached if self.cached_tokens else {}),
         }
 
 

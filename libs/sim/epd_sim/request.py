@@ -10,6 +10,7 @@ from epd_common.engines import Placeholder, Told
 from epd_common.errors import BadRequestError, EpdError
 from epd_sim.answers import answer_length, answer_words, prompts_of, word_of
 from epd_sim.parameters import Parameters, RefusedError, read_parameters
+from epd_sim.prefix_cache import blocks_of, item_tokens, text_tokens
 from epd_sim.prompts import ITEM_TOKENS, MediaPart, Prompt
 from epd_sim.replies import Usage
 from epd_sim.scheduler import Sequence, Span
@@ -23,6 +24,7 @@ class PromptInside:
     Attributes:
         evidence: Texts, and signatures in the places of items; empty ones until they are read.
         places: Of each item in ``evidence``.
+        blocks: Names of the prompt's whole blocks, for the prefix cache.
         told: Words that another engine has told, with which the answer begins.
     """
 
@@ -32,6 +34,7 @@ class PromptInside:
     places: list[int]
     expected: list[Placeholder]
     request: RequestInside
+    blocks: list[bytes]
     told: list[str] = field(default_factory=list)
     _words: list[list[str]] = field(default_factory=list)
 
@@ -72,6 +75,7 @@ class RequestInside:
         return Usage(
             sum(prompt.sequence.prompt_tokens - len(prompt.told) for prompt in self.prompts),
             sum(sequence.answer_tokens * sequence.choices for sequence in sequences),
+            sum(sequence.cached for sequence in sequences),
         )
 
     def go_on(self, told: Told) -> None:
@@ -124,10 +128,12 @@ def _inside(
     places: list[int] = []
     expected: list[Placeholder] = []
     tokens = 0
+    raw = bytearray()
     for piece in prompt:
         if not isinstance(piece, MediaPart):
             evidence.append(piece.text)
             tokens += piece.tokens
+            raw += text_tokens(piece.text.encode(), piece.tokens)
             continue
         item = placeholders[piece.part["item"]]
         rows = rows_of(item.modality, item.metadata)
@@ -136,6 +142,7 @@ def _inside(
         expected.append(item)
         evidence.append(b"")
         tokens += rows + ITEM_TOKENS
+        raw += item_tokens(item.key, rows + ITEM_TOKENS)
     parameters = request.parameters
     _check_length(tokens, parameters.limit or 0, max_model_len)
     answer_tokens, reason = answer_length(len(spans), parameters, max_model_len - tokens)
@@ -146,7 +153,9 @@ def _inside(
         choices=parameters.n,
         priority=parameters.priority,
     )
-    return PromptInside(sequence, reason, evidence, places, expected, request)
+    return PromptInside(
+        sequence, reason, evidence, places, expected, request, blocks_of(bytes(raw))
+    )
 
 
 def _check_length(tokens: int, limit: int, max_model_len: int) -> None:

@@ -37,6 +37,7 @@ class Sequence:
         choices: Answers that are decoded side by side, each in a slot of its own.
         priority: Lower ones are served first, as in vLLM.
         computed: Tokens of the prompt that are prefilled.
+        cached: Of these those that were there before.
         generated: Tokens of the answer that are there.
     """
 
@@ -46,6 +47,7 @@ class Sequence:
     choices: int = 1
     priority: int = 0
     computed: int = 0
+    cached: int = 0
     generated: int = 0
     arrival: int = field(default=0, init=False)
 
@@ -97,9 +99,13 @@ class Scheduler:
     Args:
         max_num_seqs: Slots.
         budget: Tokens of one step, prefilled and decoded together.
+        held: Tokens of a sequence's beginning that need not be prefilled.
     """
 
-    def __init__(self, *, max_num_seqs: int, budget: int) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, budget: int, held: Callable[[Sequence], int] = lambda _: 0
+    ) -> None:
+        self._held = held
         self._max_num_seqs = max_num_seqs
         self._budget = budget
         self._numbers = itertools.count()
@@ -139,6 +145,8 @@ class Scheduler:
         for sequence in list(self.waiting):
             if budget == 0 or sequence.choices > free:
                 break
+            if held := min(self._held(sequence), sequence.prompt_tokens - 1):
+                sequence.cached = sequence.computed = held
             if tokens := min(sequence.open_tokens(is_here), budget):
                 self.waiting.remove(sequence)
                 bisect.insort(self.running, sequence, key=_order)

@@ -31,6 +31,11 @@ class SimSettings(WorkerSettings):
         description="Decode each picture before it is encoded, as a real engine does: for benchmarks, as it "
         "costs real CPU.",
     )
+    sim_prefix_caching: bool = Field(
+        True,
+        description="Keep what was prefilled for prompts that begin alike, as vLLM does, up to the profile's "
+        "number of tokens.",
+    )
     sim_fault_workers: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Comma-separated `EPD_WORKER_ID`s of those that the faults below are for. Empty: all.",
@@ -82,6 +87,7 @@ class SimSettings(WorkerSettings):
             served=self.model_name,
             revision=self.revision,
             decodes=self.sim_decode,
+            prefix_caching=self.sim_prefix_caching,
             profile=dataclasses.replace(profile_named(self.sim_profile), time_scale=scale),
             plan=self._fault_plan(),
         )

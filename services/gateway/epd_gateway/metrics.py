@@ -75,6 +75,13 @@ class GatewayMetrics:
             ("tenant",),
             registry=self.registry,
         )
+        self.placements = Counter(
+            "epd_gateway_placements",
+            "Requests by how they were placed: with the PD worker nearest to what they begin with, with the "
+            "next one, with none in particular as both were crowded, or unplaced for want of a reason.",
+            ("outcome",),
+            registry=self.registry,
+        )
         self.open_cost = Gauge(
             "epd_gateway_open_cost",
             "Weighted tokens of all open requests of a model, of all gateways, as this one last saw it.",

@@ -20,6 +20,7 @@ from epd_common.errors import UnavailableError
 from epd_common.ingest import Ingest, PictureChecker
 from epd_common.lifecycle import wait_any
 from epd_common.orders import Orders
+from epd_common.placing import Placing
 from epd_common.protocol import WorkerRecord, WorkerState, subjects
 from epd_common.replies import ReplyHub
 from epd_common.requester import Requester
@@ -165,6 +166,7 @@ async def _edge(
         hub=hub,
         sizes=SizeTables(redis),
         name=name,
+        placing=_placing(settings, registry, metrics),
     )
     door = Door(
         settings,
@@ -186,6 +188,14 @@ async def _edge(
         door=door,
         metrics=metrics,
     )
+
+
+def _placing(
+    settings: GatewaySettings, registry: Registry, metrics: GatewayMetrics
+) -> Placing | None:
+    if settings.placement == "any":
+        return None
+    return Placing(registry, lambda outcome: metrics.placements.labels(outcome).inc())
 
 
 def _listen(settings: GatewaySettings) -> socket.socket:

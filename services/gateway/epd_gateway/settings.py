@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, FilePath, field_validator
 from pydantic_settings import NoDecode
@@ -81,6 +81,13 @@ class GatewaySettings(IngestSettings):
         1.0,
         gt=0,
         description="Cost of a token that a request may generate (`max_tokens`, or 512).",
+    )
+
+    placement: Literal["prefix", "any"] = Field(
+        "prefix",
+        description="`prefix` sends requests that begin alike, such as the turns of a conversation, to the "
+        "same PD worker, which may have that beginning in its prefix cache, unless it has too much work; "
+        "`any` leaves each to whoever is free.",
     )
 
     tenant_media_bytes: int = Field(

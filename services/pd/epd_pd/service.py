@@ -20,6 +20,7 @@ from epd_pd.answering import Answering
 from epd_pd.cancels import Cancels
 from epd_pd.jobs import GenerateHandler
 from epd_pd.local_encode import LocalEncode
+from epd_pd.other_places import looking_into_other_places
 from epd_pd.pins import Pins
 from epd_pd.readiness import Readiness
 from epd_pd.replays import Replays
@@ -107,6 +108,16 @@ class PdService:
                 burying_exhausted(parts.bus, "generate", handler.exhausted)
             )
             generate = await parts.pull(stack, "generate", slots=settings.pd_slots)
+            await stack.enter_async_context(
+                looking_into_other_places(
+                    parts.bus,
+                    generate,
+                    registry,
+                    model=settings.model_name,
+                    worker=settings.worker_id,
+                    counters=counters,
+                )
+            )
             queues = [(generate, handler.handle, handler.exhausted)]
             if takes_encodes:
                 encodes = EncodeHandler(encoding, counters)

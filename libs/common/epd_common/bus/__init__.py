@@ -7,7 +7,7 @@ from epd_common.bus.connection import Bus
 from epd_common.bus.delivery import Delivery
 from epd_common.bus.puller import JobPuller
 from epd_common.bus.registry import Registry, WorkerView, announce
-from epd_common.bus.streams import declare_consumers, declare_streams
+from epd_common.bus.streams import declare_consumers, declare_place, declare_streams
 
 __all__ = [
     "Bus",
@@ -17,5 +17,6 @@ __all__ = [
     "WorkerView",
     "announce",
     "declare_consumers",
+    "declare_place",
     "declare_streams",
 ]

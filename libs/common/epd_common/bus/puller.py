@@ -5,6 +5,10 @@ ever delivered to a worker that can start it. It first looks at the lanes in the
 and where all are empty it waits on as many as it may: for long when slots abound, else for ``SHORT_WAIT_S``
 at a time, so that no lane stays out of sight. Each pull says how loaded its worker is, and of those that wait
 the server answers the least loaded first; so a loaded worker's are renewed after ``LOADED_WAIT_S``.
+
+A worker may have a *home*: a lane of jobs that are meant for it. Where its lanes have nothing it looks into
+homes of others, if it was told of some, and takes what lies there. It leaves no pull open there: those of
+the owner, which wait, are answered first, and what is found is what the owner cannot take now.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import bisect
 import contextlib
 import functools
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
@@ -45,12 +50,24 @@ ANSWER_S = 1.0
 BACKOFF_S = 0.5
 GIVE_BACK_S = 0.05
 
+OTHERS_S = 0.25
+"""Seconds between looks into homes of others, at most."""
+
+HOME_QUIET_S = 10.0
+"""After so long without a job from home the other lanes are waited on before it, where slots are few."""
+
+_OTHERS = -1
+_LEAST_URGENT = 9
+
 _LOADS = (1, 2, 3, 4, 6, 9, 13, 20, 30)
 """Jobs in work from which on a worker counts as more loaded; NATS has ten levels."""
 
 
 class _Lane:
-    """One durable consumer and its open pull, if any."""
+    """One durable consumer and its open pull, if any.
+
+    The one that stands for homes of others, number ``_OTHERS``, asks one consumer after another.
+    """
 
     def __init__(self, number: int, consumer: str, inbox: str) -> None:
         self.number = number
@@ -59,6 +76,7 @@ class _Lane:
         self.open_until = 0.0
         self.rests_until = 0.0
         self.connection = 0
+        self.took_at = -math.inf
         self.subscription: Subscription | None = None
 
 
@@ -71,6 +89,7 @@ class JobPuller:
         slots: How many jobs may be in work here at once.
         ahead_s: Seconds of work that are taken ahead; see ``WorkAhead``.
         last_lane_slots: Jobs of the last lane are fetched while fewer than so many are in work.
+        home: The first consumer is that of jobs that are meant for this worker.
     """
 
     def __init__(
@@ -84,6 +103,7 @@ class JobPuller:
         last_lane_slots: int,
         worker: str,
         ahead_s: float = 0.0,
+        home: bool = False,
     ) -> None:
         self._bus = bus
         self.stage: Stage = stage
@@ -94,6 +114,12 @@ class JobPuller:
         self._lanes = [
             _Lane(number, name, bus.client.new_inbox()) for number, name in enumerate(consumers)
         ]
+        self._home = self._lanes[0] if home else None
+        self._elsewhere = _Lane(_OTHERS, "", bus.client.new_inbox())
+        self._all = [*self._lanes, self._elsewhere]
+        self._others: tuple[str, ...] = ()
+        self.taken_from_others = 0
+        """Jobs that were meant for another worker."""
         self._order = LaneOrder(waits_s)
         self._arrived: asyncio.Queue[tuple[_Lane, Msg]] = asyncio.Queue()
         self._changed = asyncio.Event()
@@ -101,7 +127,7 @@ class JobPuller:
         self._resting_until = 0.0
 
     async def __aenter__(self) -> Self:
-        for lane in self._lanes:
+        for lane in self._all:
             await self._subscribe(lane)
         return self
 
@@ -116,7 +142,7 @@ class JobPuller:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
-        for lane in self._lanes:
+        for lane in self._all:
             if lane.subscription is not None:
                 with contextlib.suppress(nats.errors.Error):
                     await lane.subscription.unsubscribe()
@@ -131,6 +157,10 @@ class JobPuller:
         """Fetch nothing for so long, so that others get what was given back here."""
         self._resting_until = max(self._resting_until, time.monotonic() + seconds)
         self._changed.set()
+
+    def look_at(self, others: Sequence[str]) -> None:
+        """Look into these consumers, homes of others, where there is nothing else to do."""
+        self._others = tuple(others)
 
     def release(self) -> None:
         """A job that was yielded is done: its slot is free again."""
@@ -161,7 +191,7 @@ class JobPuller:
                 continue
             self._work.began(time.monotonic())
             yield Delivery(self._bus, self.stage, self._worker, message)
-        await self._close_pulls(self._lanes)
+        await self._close_pulls(self._all)
         await self._give_back_arrived()
 
     @property
@@ -171,7 +201,7 @@ class JobPuller:
 
     async def _rest(self) -> None:
         """Take all pulls back, and begin anew when the time is over."""
-        await self._close_pulls(self._lanes)
+        await self._close_pulls(self._all)
         await self._give_back_arrived()
         while self.rests and not self._stopping:
             self._changed.clear()
@@ -179,7 +209,7 @@ class JobPuller:
                 async with asyncio.timeout(self._resting_until - time.monotonic()):
                     await self._changed.wait()
         if not self._stopping:
-            for lane in self._lanes:
+            for lane in self._all:
                 await self._subscribe(lane)
 
     @property
@@ -194,7 +224,7 @@ class JobPuller:
     def _may_open(self, lane: _Lane) -> bool:
         if self._stopping or self._is_open(lane) or time.monotonic() < lane.rests_until:
             return False
-        opened = sum(self._is_open(other) for other in self._lanes)
+        opened = sum(self._is_open(other) for other in self._all)
         return opened < self._free and self._has_room(lane)
 
     def _is_open(self, lane: _Lane) -> bool:
@@ -252,6 +282,12 @@ class JobPuller:
                 await self._pull(lane, wait_s=0)
                 if message := await self._next(ANSWER_S):
                     return message
+        for consumer in self._others:
+            if self._may_open(self._elsewhere):
+                self._elsewhere.consumer = consumer
+                await self._pull(self._elsewhere, wait_s=0)
+                if message := await self._next(ANSWER_S):
+                    return message
         return None
 
     async def _wait(self) -> Msg | None:
@@ -259,10 +295,13 @@ class JobPuller:
         plenty = self._free >= 2 * len(self._lanes)
         long_s = LOADED_WAIT_S if self._load else LONG_WAIT_S
         wait_s = long_s if plenty else SHORT_WAIT_S
-        for lane in self._lanes:
+        lanes = self._lanes
+        if self._home and time.monotonic() - self._home.took_at > HOME_QUIET_S:
+            lanes = [*lanes[1:], self._home]
+        for lane in lanes:
             if self._may_open(lane):
                 await self._pull(lane, wait_s=wait_s)
-        return await self._next(min(wait_s, ANSWER_S))
+        return await self._next(min(wait_s, OTHERS_S if self._others else ANSWER_S))
 
     async def _next(self, timeout_s: float) -> Msg | None:
         """The next job that arrives, or None when a lane says that it has none."""
@@ -282,13 +321,17 @@ class JobPuller:
         lane.open_until = 0.0
         status = (message.headers or {}).get("Status", "")
         if not status:
-            published = message.metadata.timestamp.timestamp()
-            self._order.took(lane.number, published=published, now=time.monotonic())
+            lane.took_at = time.monotonic()
+            if lane is self._elsewhere:
+                self.taken_from_others += 1
+            else:
+                published = message.metadata.timestamp.timestamp()
+                self._order.took(lane.number, published=published, now=lane.took_at)
             return message
         if status not in ("404", "408"):  # neither "no messages" nor "pull expired"
             logger.warning("consumer %s answers %s; looking again", lane.consumer, message.headers)
             lane.rests_until = time.monotonic() + BACKOFF_S  # the other lanes may be well
-        else:
+        elif lane is not self._elsewhere:
             self._order.found_empty(lane.number, now=time.monotonic())
         return None
 
@@ -298,7 +341,8 @@ class JobPuller:
             await self._changed.wait()
 
     async def _pull(self, lane: _Lane, *, wait_s: float) -> None:
-        request: dict[str, object] = {"batch": 1, "group": LOAD_GROUP, "priority": self._load}
+        load = _LEAST_URGENT if lane is self._elsewhere else self._load
+        request: dict[str, object] = {"batch": 1, "group": LOAD_GROUP, "priority": load}
         request |= {"expires": int(wait_s * 1e9)} if wait_s else {"no_wait": True}
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{STREAMS[self.stage]}.{lane.consumer}"
         try:

@@ -9,10 +9,12 @@ from datetime import datetime
 from typing import Any
 
 import nats.errors
+import nats.js.errors
 
 from epd_common.bus.connection import Bus
 from epd_common.bus.streams import STREAMS
 from epd_common.errors import UnavailableError
+from epd_common.protocol import subjects
 from epd_common.protocol.subjects import Stage
 
 LOOK_TIMEOUT_S = 2.0
@@ -54,6 +56,23 @@ async def queue_length(bus: Bus, stage: Stage) -> QueueLength:
     if jobs:  # both times are of the server's clock
         oldest_s = (_time(info["ts"]) - _time(info["state"]["first_ts"])).total_seconds()
     return QueueLength(dict(jobs), max(oldest_s, 0.0))
+
+
+async def places_with_jobs(bus: Bus, model: str) -> set[str]:
+    """For which places there are generate jobs of a model that are not done, those in work included.
+
+    Raises:
+        UnavailableError: the server does not answer, or has no such queue.
+    """
+    wanted = subjects.generate_subject(model, "*", "*")
+    try:
+        info = await bus.js.stream_info(STREAMS["generate"], subjects_filter=wanted)
+    except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+        raise UnavailableError(
+            f"NATS does not say where generate jobs wait ({str(error) or type(error).__name__})",
+            code="nats_unavailable",
+        ) from error
+    return {subject.rpartition(".")[2] for subject in info.state.subjects or ()}
 
 
 def _time(text: str) -> datetime:

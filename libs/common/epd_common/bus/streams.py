@@ -191,18 +191,36 @@ async def declare_consumers(bus: Bus, stage: Stage, model: str) -> list[str]:
         else:
             name = subjects.generate_consumer(model, lane)
             subject = subjects.generate_subject(model, lane)
-        consumer = _LaneConsumer(
-            durable_name=name,
-            filter_subject=subject,
-            ack_policy=AckPolicy.EXPLICIT,
-            ack_wait=ACK_WAIT_S,
-            max_deliver=MAX_DELIVERIES,
-            max_ack_pending=-1,
-            max_waiting=512,
-        )
-        await once_led(partial(bus.js.add_consumer, STREAMS[stage], consumer))
+        await _declare_consumer(bus, stage, name, subject)
         names.append(name)
     return names
+
+
+async def declare_place(bus: Bus, model: str, worker: str) -> str:
+    """Create or update the durable consumer of the jobs that are meant for one PD worker; its name.
+
+    It goes when nobody has asked it for so long that none of its jobs can be left.
+    """
+    name = subjects.place_consumer(model, worker)
+    subject = subjects.generate_subject(model, "*", worker)
+    await _declare_consumer(bus, "generate", name, subject, inactive_s=JOB_MAX_AGE_S)
+    return name
+
+
+async def _declare_consumer(
+    bus: Bus, stage: Stage, name: str, subject: str, *, inactive_s: float | None = None
+) -> None:
+    consumer = _LaneConsumer(
+        durable_name=name,
+        filter_subject=subject,
+        ack_policy=AckPolicy.EXPLICIT,
+        ack_wait=ACK_WAIT_S,
+        max_deliver=MAX_DELIVERIES,
+        max_ack_pending=-1,
+        max_waiting=512,
+        inactive_threshold=inactive_s,
+    )
+    await once_led(partial(bus.js.add_consumer, STREAMS[stage], consumer))
 
 
 async def delete_message(bus: Bus, stream: str, number: int) -> None:

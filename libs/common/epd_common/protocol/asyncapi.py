@@ -49,8 +49,8 @@ _PARAMETERS: dict[str, JsonObject] = {
         "description": "Urgency, `l0` first: by the work that stands before the job in its own request.",
     },
     "place": {
-        "enum": [subjects.ANY_PLACE],
-        "description": "Which worker: any. Other values are reserved for placement.",
+        "default": subjects.ANY_PLACE,
+        "description": "Which worker: any, or the id of one that should do the job if it can.",
     },
     "key": {"description": "Key of an embedding, 64 lower-case hex characters."},
     "request": {"description": "`request_id` of a generate job: one subject token."},

@@ -19,6 +19,7 @@ Stage = Literal["encode", "generate"]
 MAX_INBOX = 256
 _RESERVED = ("$", "epd.")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_WORKER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SUBJECT = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
 
 _SAFE = re.compile(rb"[A-Za-z0-9_-]")
@@ -77,9 +78,17 @@ def encode_consumer(model: str, lane: str) -> str:
     return f"encode-{model_token(model)}-{lane}"
 
 
-def generate_consumer(model: str, lane: str, place: str = ANY_PLACE) -> str:
-    """The durable consumer that PD workers of a model share on one lane and place."""
-    return f"generate-{model_token(model)}-{lane}-{place}"
+def generate_consumer(model: str, lane: str) -> str:
+    """The durable consumer that PD workers of a model share on one lane."""
+    return f"generate-{model_token(model)}-{lane}-{ANY_PLACE}"
+
+
+def place_consumer(model: str, worker: str) -> str:
+    """The durable consumer of the jobs that are meant for one PD worker, of all lanes.
+
+    Where an ``=`` begins no escape the model's token has ended, whatever names follow.
+    """
+    return f"generate-{model_token(model)}=place={worker}"
 
 
 def inbox_prefix(role: str) -> str:
@@ -108,3 +117,8 @@ def is_inbox(subject: str) -> bool:
 def is_request_id(text: str) -> bool:
     """Whether this can be a request's id: 1 to 128 letters, digits, ``_`` or ``-``."""
     return _REQUEST_ID.fullmatch(text) is not None
+
+
+def is_worker(text: str) -> bool:
+    """Whether this can be a worker's id: 1 to 64 letters, digits, ``_`` or ``-``, and not ``any``."""
+    return text != ANY_PLACE and _WORKER.fullmatch(text) is not None

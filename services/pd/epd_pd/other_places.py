@@ -1,0 +1,96 @@
+"""Which other workers' queues a PD worker looks into, so that no job waits for one that is gone or full.
+
+The queue itself says for which places it has jobs. So a place is found whoever used it, also one whose worker
+was never seen here. Where the worker is ready a few others look, chosen by rendezvous; where it is not, all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Set
+
+import nats.errors
+import nats.js.errors
+
+from epd_common.bus import Bus, JobPuller, Registry, declare_place
+from epd_common.bus.queues import places_with_jobs
+from epd_common.errors import EpdError
+from epd_common.protocol.subjects import is_worker
+from epd_common.rendezvous import ranked
+from epd_common.tasks import end
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+LOOKERS = 4
+"""Workers that look into the queue of one that is ready."""
+
+MOST = 32
+"""Places that a worker looks into at once; who publishes jobs may name any that there never were."""
+
+DECLARE_AGAIN_LOOKS = 60
+"""A queue's consumer goes when nobody has asked it for long; so who looks makes sure of it now and then."""
+
+
+def to_look_into(own: str, holding: Set[str], ready: Set[str]) -> list[str]:
+    """The places that a worker looks into. Pure policy.
+
+    Args:
+        own: The worker.
+        holding: Places that have jobs.
+        ready: Workers that take jobs.
+    """
+    found = [
+        place
+        for place in sorted(holding - {own})
+        if is_worker(place)
+        and (place not in ready or own in ranked(place, ready - {place})[:LOOKERS])
+    ]
+    return found[:MOST]
+
+
+@contextlib.asynccontextmanager
+async def looking_into_other_places(
+    bus: Bus,
+    puller: JobPuller,
+    registry: Registry,
+    *,
+    model: str,
+    worker: str,
+    counters: Counter[str],
+) -> AsyncIterator[None]:
+    """While open, a puller knows of the queues of others that it should look into.
+
+    Args:
+        counters: ``from_others`` counts the jobs that it took there.
+    """
+
+    async def look() -> None:
+        declared: dict[str, str] = {}
+        looks = 0
+        while True:
+            if not looks % DECLARE_AGAIN_LOOKS:
+                declared.clear()
+            looks += 1
+            if puller.taken_from_others:
+                counters["from_others"] = puller.taken_from_others
+            try:
+                holding = await places_with_jobs(bus, model)
+                ready = {record.worker for record in registry.ready("pd", model)}
+                places = to_look_into(worker, holding, ready)
+                for place in places:
+                    if place not in declared:
+                        declared[place] = await declare_place(bus, model, place)
+                puller.look_at([declared[place] for place in places])
+            except (nats.errors.Error, nats.js.errors.Error, EpdError, TimeoutError) as error:
+                logger.warning("places of other workers: %s", str(error) or type(error).__name__)
+            await asyncio.sleep(LOOK_S)
+
+    task = asyncio.create_task(look(), name="other places")
+    try:
+        yield
+    finally:
+        await end(task)

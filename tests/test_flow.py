@@ -899,7 +899,7 @@ async def test_a_gap_that_nobody_fills_is_an_error(
     stack: ServiceStack, expected: tuple[Reply, Frames], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("epd_common.replies.reply.LOOK_S", 0.02)
-    monkeypatch.setattr(replies, "ASKED_TIMES", 3)
+    monkeypatch.setattr("epd_common.replies.reply.ASKED_TIMES", 3)
     reply, worker = expected
     reply.submitted = True
     cancelled = await _cancels_of(stack, "r1")

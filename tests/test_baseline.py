@@ -22,8 +22,9 @@ from bench.compare import main as compare_main
 from bench.vllm_source import PROXY, SourceError, fetch
 from epd_bench.builtin import RandomMm, find_workload
 from epd_bench.options import Pace
+from epd_bench.quantiles import quantiles
 from epd_bench.slo import parse_slo
-from epd_bench.summary import Summary, quantiles
+from epd_bench.summary import Summary
 from epd_sim.answers import expected_answer
 from service_stack import CHAT, image_part, picture, request_body, stream_text, text_of
 

@@ -7,8 +7,9 @@ import pytest
 from epd_bench.client import Outcome
 from epd_bench.errors import BenchError
 from epd_bench.goodput import NoRateError, Probe, find_goodput
+from epd_bench.quantiles import quantiles
 from epd_bench.slo import DEFAULT, parse_slo
-from epd_bench.summary import keeps, quantiles, summarise
+from epd_bench.summary import keeps, summarise
 
 
 def test_slo_with_and_without_images() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from epd_pd.urgency import LONG_PROMPT, engine_priority
+from epd_common.urgency import LONG_PROMPT, engine_priority
 
 NOW = 1.8e9
 

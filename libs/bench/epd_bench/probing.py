@@ -13,8 +13,9 @@ from epd_bench.goodput import Probe
 from epd_bench.load import Load, run_load
 from epd_bench.meter import Meter
 from epd_bench.options import Pace
+from epd_bench.quantiles import quantiles
 from epd_bench.slo import Slo
-from epd_bench.summary import keeps, quantiles
+from epd_bench.summary import keeps
 from epd_bench.workloads import Picture, Request
 
 ALONE = 5

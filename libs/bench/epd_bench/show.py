@@ -10,8 +10,9 @@ from rich.table import Table
 
 from epd_bench.goodput import Goodput
 from epd_bench.load import Load
+from epd_bench.quantiles import Quantiles
 from epd_bench.result import Result
-from epd_bench.summary import Quantiles, Summary
+from epd_bench.summary import Summary
 from epd_bench.target import TargetUse
 
 _TERMINAL_S, _LINES_S = 0.25, 5.0

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Iterable
 
 import msgspec
 
 from epd_bench.client import Outcome
+from epd_bench.quantiles import Quantiles, quantiles
 from epd_bench.slo import Slo
-
-
-class Quantiles(msgspec.Struct, frozen=True):
-    """Of some values, in their unit; all 0 where there are none."""
-
-    count: int = 0
-    mean: float = 0.0
-    p50: float = 0.0
-    p90: float = 0.0
-    p99: float = 0.0
-    max: float = 0.0
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -52,22 +40,6 @@ class Summary(msgspec.Struct, kw_only=True):
     slo: str
     slo_share: float
     without_usage: int
-
-
-def quantiles(values: Iterable[float]) -> Quantiles:
-    """The nearest-rank quantiles."""
-    ordered = sorted(values)
-    if not ordered:
-        return Quantiles()
-
-    def at(share: float) -> float:
-        return ordered[
-            min(len(ordered) - 1, max(0, -(-int(share * 100 * len(ordered)) // 100) - 1))
-        ]
-
-    return Quantiles(
-        len(ordered), statistics.fmean(ordered), at(0.5), at(0.9), at(0.99), ordered[-1]
-    )
 
 
 def keeps(outcome: Outcome, slo: Slo) -> bool:

@@ -15,6 +15,7 @@ import uvloop
 from epd_cli.argument_types import letter_number, new_deadline
 from epd_cli.bench_arguments import add_bench_arguments
 from epd_cli.key import add_key_arguments, run_key
+from epd_cli.plan_arguments import add_plan_arguments
 from epd_common.errors import EpdError
 from epd_common.settings import SettingsError
 from epd_common.telemetry.logs import configure_logging
@@ -79,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
             add_bench_arguments,
             _bench,
             "Measure a server; exit code 2 where nothing could be.",
+        ),
+        (
+            "plan",
+            add_plan_arguments,
+            _plan,
+            "Tell what a load needs, by a model; exit code 2 where nothing can be.",
         ),
         ("key", add_key_arguments, run_key, "Make API keys for the gateway."),
         ("doctor", _broker_arguments, _doctor, "Check what this machine has, and the brokers."),
@@ -331,6 +338,12 @@ async def _bench(arguments: argparse.Namespace) -> int:
     from epd_cli.bench import run_bench
 
     return await run_bench(arguments)
+
+
+async def _plan(arguments: argparse.Namespace) -> int:
+    from epd_cli.plan import run_plan
+
+    return await run_plan(arguments)
 
 
 async def _doctor(arguments: argparse.Namespace) -> int:

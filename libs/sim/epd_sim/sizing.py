@@ -79,6 +79,17 @@ def _image_grid(data: bytes, args: dict[str, Any], patch: int, max_rows: int) ->
         raise BadRequestError(
             f"the picture cannot be decoded: {error}", code="invalid_image", stage="encode"
         ) from error
+    return grid_of(width, height, args, patch=patch, max_rows=max_rows)
+
+
+def grid_of(
+    width: int, height: int, args: dict[str, Any], *, patch: int, max_rows: int
+) -> list[int]:
+    """The grid of a picture of so many pixels; see :func:`size_of`.
+
+    Raises:
+        BadRequestError: it cannot be shown to a model.
+    """
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise BadRequestError(
             f"the model cannot take this item: its edges are {width} and {height} pixels, and one may be "

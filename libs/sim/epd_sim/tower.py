@@ -13,6 +13,7 @@ from epd_common.changes import Changes
 from epd_common.engines import StagedEmbedding
 from epd_common.store.embedding import EmbeddingHeader
 from epd_common.tasks import whole
+from epd_sim.batching import next_batch
 from epd_sim.device import Device
 from epd_sim.embedding import DTYPE, NOT_A_NUMBER, signature, write_embedding
 from epd_sim.faults import EngineDiedError, FaultPlan, Faults
@@ -130,9 +131,6 @@ class Tower:
 
     def _take(self) -> list[_Waiting]:
         """The next batch. Those whose request has gone away are left out."""
-        batch: list[_Waiting] = []
-        while self._waiting and len(batch) < self._profile.encode_batch:
-            item = self._waiting.popleft()
-            if not item.encoded.done():
-                batch.append(item)
-        return batch
+        return next_batch(
+            self._waiting, self._profile.encode_batch, lambda item: not item.encoded.done()
+        )

@@ -13,21 +13,19 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from epd_common.changes import Changes
+from epd_common.early import may_enter_early
 from epd_common.ingest.body import RESPONSES
 from epd_common.ingest.contents import parts_of
 from epd_common.ingest.parts import text_of
 from epd_common.tasks import end
 from epd_pd.arrivals import Arrivals
 
-TEXT_WORTH_PREFILLING = 64
-"""Characters before the first item from which it pays to begin without that item."""
-
 
 def may_enter(arrivals: Arrivals, text_before: int) -> bool:
     """Whether an incomplete request has something to prefill. Pure policy."""
-    if not arrivals.sized:
-        return False
-    return arrivals.first_is_here or text_before >= TEXT_WORTH_PREFILLING
+    return may_enter_early(
+        sized=arrivals.sized, first_is_here=arrivals.first_is_here, text_before=text_before
+    )
 
 
 def text_before_first_item(route: str, body: dict[str, Any]) -> int:

@@ -27,12 +27,12 @@ from epd_common.orders import OrderContext
 from epd_common.protocol import GenerateJob, Item
 from epd_common.store import MediaStore
 from epd_common.tasks import end
+from epd_common.urgency import engine_priority
 from epd_pd.admission import Admission, text_before_first_item
 from epd_pd.arrivals import Arrivals, ForecastError
 from epd_pd.frames import FrameWriter
 from epd_pd.readiness import Readiness
 from epd_pd.resuming import Resuming, may_go_on, told_of
-from epd_pd.urgency import engine_priority
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Answering:
     """Answers requests with one engine.
 
     Args:
-        long_wait_s: See :func:`epd_pd.urgency.engine_priority`.
+        long_wait_s: See :func:`epd_common.urgency.engine_priority`.
         counters: ``resumed``, ``wrong_forecasts``.
     """
 

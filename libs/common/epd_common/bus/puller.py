@@ -14,7 +14,6 @@ the owner, which wait, are answered first, and what is found is what the owner c
 from __future__ import annotations
 
 import asyncio
-import bisect
 import contextlib
 import functools
 import logging
@@ -33,7 +32,7 @@ from epd_common.bus.connection import Bus
 from epd_common.bus.delivery import Delivery
 from epd_common.bus.lane_order import LaneOrder
 from epd_common.bus.streams import LOAD_GROUP, STREAMS
-from epd_common.bus.work_ahead import WorkAhead
+from epd_common.bus.work_ahead import WorkAhead, load_level
 from epd_common.errors import UnavailableError
 from epd_common.protocol.subjects import Stage
 
@@ -58,9 +57,6 @@ HOME_QUIET_S = 10.0
 
 _OTHERS = -1
 _LEAST_URGENT = 9
-
-_LOADS = (1, 2, 3, 4, 6, 9, 13, 20, 30)
-"""Jobs in work from which on a worker counts as more loaded; NATS has ten levels."""
 
 
 class _Lane:
@@ -219,7 +215,7 @@ class JobPuller:
     @property
     def _load(self) -> int:
         """From 0 to 9."""
-        return bisect.bisect_right(_LOADS, self.busy)
+        return load_level(self.busy)
 
     def _may_open(self, lane: _Lane) -> bool:
         if self._stopping or self._is_open(lane) or time.monotonic() < lane.rests_until:

@@ -7,12 +7,21 @@ many; one at least.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
 
 LEAST = 1
 _ENDS = 32
 """The rate is that of so many ends."""
+
+_LOADS = (1, 2, 3, 4, 6, 9, 13, 20, 30)
+"""Jobs in work from which on a worker counts as more loaded; NATS has ten levels."""
+
+
+def load_level(busy: int) -> int:
+    """How loaded a worker with so many jobs in work is, from 0 to 9."""
+    return bisect.bisect_right(_LOADS, busy)
 
 
 class WorkAhead:

@@ -53,7 +53,7 @@ async def stack(own: Brokers, tmp_path: Path) -> AsyncIterator[ServiceStack]:
     async with bare_stack(own.nats_url, own.redis_url, tmp_path, by_role=own) as running:
         await running.add_encoder()
         await running.add_pd()
-        await running.add_gateway()
+        await running.add_gateway(placement="prefix")
         await running.ready()
         yield running
 

@@ -223,7 +223,7 @@ async def stack(nats_url: str, redis_url: str, tmp_path: Path) -> AsyncIterator[
         await running.add_encoder()
         for _ in range(4):
             await running.add_pd()
-        await running.add_gateway()
+        await running.add_gateway(placement="prefix")
         await running.ready()
         yield running
 
@@ -279,7 +279,7 @@ async def test_conversations_go_on_when_their_worker_left(stack: ServiceStack) -
 
 
 async def test_placing_can_be_turned_off(stack: ServiceStack) -> None:
-    await stack.add_gateway(placement="any")
+    await stack.add_gateway()
     await stack.ready()
     await stack.ask(LONG)
     assert await placements(stack) == {}

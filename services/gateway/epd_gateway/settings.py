@@ -84,7 +84,7 @@ class GatewaySettings(IngestSettings):
     )
 
     placement: Literal["prefix", "any"] = Field(
-        "prefix",
+        "any",
         description="`prefix` sends requests that begin alike, such as the turns of a conversation, to the "
         "same PD worker, which may have that beginning in its prefix cache, unless it has too much work; "
         "`any` leaves each to whoever is free.",

@@ -65,13 +65,13 @@ class SimStack(ServiceStack):
     def _worker_settings(self, worker: Any, role: str) -> dict[str, Any]:
         return {**super()._worker_settings(worker, role), **self.settings}
 
-    async def start(self, *, encoders: int = 1, pds: int = 1) -> None:
+    async def start(self, *, encoders: int = 1, pds: int = 1, **gateway: Any) -> None:
         """Add so many workers with the settings of all, and a gateway, and wait until they are ready."""
         for _ in range(encoders):
             await self.add_encoder()
         for _ in range(pds):
             await self.add_pd()
-        await self.add_gateway()
+        await self.add_gateway(**gateway)
         await self.ready()
         (self.fingerprint,) = {
             view.record.fingerprint for view in self.registry.workers("pd", self.model)

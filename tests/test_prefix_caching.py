@@ -94,7 +94,7 @@ async def ask(
 
 
 async def test_turns_of_a_conversation_come_to_one_worker_and_are_cached(stack: SimStack) -> None:
-    await stack.start(pds=4)
+    await stack.start(pds=4, placement="prefix")
     for number in range(4):
         data = picture((280, 280))
         parts = [image_part(data), {"type": "text", "text": f"{number} {LONG}"}]

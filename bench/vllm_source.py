@@ -21,6 +21,7 @@ import shutil
 import sys
 import tarfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -154,9 +155,12 @@ def _pip() -> Iterator[tuple[Any, Any]]:
     parts of which the command is made. They are not public; what is used here has been the same for years.
     """
     try:
-        from pip._internal.commands import create_command
-        from pip._internal.exceptions import PipError
-        from pip._vendor.requests import RequestException
+        with warnings.catch_warnings():
+            # setuptools warns where distutils was imported before, by whatever it was.
+            warnings.filterwarnings("ignore", "Setuptools is replacing distutils", UserWarning)
+            from pip._internal.commands import create_command
+            from pip._internal.exceptions import PipError
+            from pip._vendor.requests import RequestException
     except ImportError as error:
         raise SourceError(
             f"{sys.executable} has no pip, or another one than is known here ({error}); "

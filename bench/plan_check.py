@@ -1,6 +1,6 @@
 """The model behind ``epd plan`` beside the real services, on the same requests at the same times.
 
-    python -m bench.plan_check                     # all shapes, about 8 minutes
+    python -m bench.plan_check                     # all shapes, about 11 minutes
     python -m bench.plan_check --only azure --seeds 3
 
 Starts gateway, encoders, PD workers, NATS and Valkey on simulated engines and measures them as ``epd bench``
@@ -37,7 +37,7 @@ from epd_plan.simulate import Run, simulate
 from epd_sim.profiles import profile_named
 
 PROFILE = "qwen2.5-vl-7b-h100"
-TIME_SCALE = 4.0
+TIME_SCALE = 8.0
 """So that what two cores do besides is a small part."""
 
 _WIDTH = 120
@@ -67,8 +67,8 @@ CASES = (
         mix=RandomMm(images=1, sizes="1280x720", text=400, output=50),
         encoders=1,
         pds=1,
-        rate=1.5,
-        requests=180,
+        rate=0.75,
+        requests=150,
     ),
     Case(
         name="four pictures",
@@ -76,10 +76,10 @@ CASES = (
         mix=RandomMm(images=4, sizes="640x640", text=400, output=50),
         encoders=2,
         pds=2,
-        rate=1.5,
-        requests=180,
+        rate=0.75,
+        requests=150,
     ),
-    Case(name="azure", workload="azure", encoders=2, pds=2, rate=1.2, requests=180),
+    Case(name="azure", workload="azure", encoders=2, pds=2, rate=0.6, requests=150),
 )
 
 
@@ -110,7 +110,7 @@ def modelled(case: Case, seed: int) -> Run:
         profile=profile,
         encoders=case.encoders,
         pds=case.pds,
-        cores=1,
+        cores=2,
         max_num_seqs=started.max_num_seqs,
         pd_slots=2 * started.max_num_seqs,
         cache_bytes=started.arena_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -11,9 +12,16 @@ from typing import Any
 import pytest
 import yaml
 
+from epd_bench.builtin import RandomMm, find_workload
+from epd_bench.goodput import Probe
+from epd_bench.slo import parse_slo
 from epd_cli.plan import run_plan
 from epd_cli.plan_arguments import add_plan_arguments
-from epd_plan.planning import PRECISION, Choice, decide
+from epd_plan.needs import needs
+from epd_plan.planning import PRECISION, Choice, Planner, Prices, decide
+from epd_plan.probing import Prober
+from epd_plan.shape import Shape
+from epd_sim.profiles import profile_named
 
 HEAVY = ("--images", "8", "--sizes", "1280x720", "--text", "100", "--output", "50")
 
@@ -65,6 +73,31 @@ async def test_encoders_apart_where_there_is_much_to_encode(
     assert split["goodput"] > 1.05 * of(plan, "colocated")["goodput"]
     assert split["slo_share"] >= 0.99 and 0 < split["ttft_p50_s"] < split["ttft_p99_s"]
     assert split["per_1000"] == pytest.approx(8 / 3.6 / split["goodput"])
+
+
+@pytest.mark.parametrize("wrong", [0.05, 20.0], ids=["too few", "too many"])
+async def test_the_best_split_is_found_from_a_wrong_guess(wrong: float) -> None:
+    profile, azure = profile_named("qwen2.5-vl-7b-h100"), find_workload("azure", RandomMm())
+    base = Shape(profile=profile, encoders=1, pds=1)
+    right = needs(azure, 1, profile, base.costs)
+
+    class Simple(Prober):
+        """Four of eight are best, and each one more or less is much worse."""
+
+        def passes(self, shape: Shape, rate: float) -> Probe:
+            return Probe(rate=rate, passed=rate <= 10.0 - 2 * abs(shape.encoders - 4))
+
+    planner = Planner(
+        prober=Simple(profile, azure, parse_slo("default"), 1, 1.0, lambda line: None),
+        base=base,
+        needs=dataclasses.replace(right, encode_s=right.encode_s * wrong),
+        prices=Prices(),
+        priced=False,
+    )
+    plan = await planner.for_gpus(8, None)
+    found = next(one for one in plan.choices if one.system == "split")
+    assert (found.encoders, found.pds) == (4, 4)
+    assert found.goodput == pytest.approx(10.0, rel=PRECISION)
 
 
 async def test_one_gpu_cannot_be_split(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +159,7 @@ async def test_table_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_files_for_deployments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load = ("--workload", "azure", "--rate", "4", "--max-num-seqs", "32")
+    load = ("--workload", "azure", "--rate", "20", "--max-num-seqs", "32")
     plan = await planned(capsys, *load, "--write", "compose", "--out", str(tmp_path / "a.yml"))
     split = of(plan, "split")
     written = yaml.safe_load((tmp_path / "a.yml").read_text())["services"]

@@ -13,7 +13,7 @@ from epd_bench.builtin import RandomMm, find_workload
 from epd_bench.quantiles import quantiles
 from epd_bench.workloads import Workload
 from epd_pd.settings import PdSettings
-from epd_plan.costs import link_named
+from epd_plan.costs import Costs, link_named
 from epd_plan.demand import Demand, demands
 from epd_plan.device import Device, Engine
 from epd_plan.events import Events
@@ -185,9 +185,11 @@ def test_fan_in_is_never_better_with_a_slow_encoder(workload: str, seed: int) ->
 
 def test_prefill_begins_before_the_last_picture() -> None:
     one = find_workload("random-mm", RandomMm(images=6, sizes="1280x720", text=50, output=2))
-    early = run(one, 0.2, 40, encoders=1)
-    held_outside = run(one, 0.2, 40, encoders=1, max_incomplete=0)
+    in_order = {"encoders": 1, "costs": Costs(encode_race_s=0.0)}
+    early = run(one, 0.2, 40, **in_order)
+    held_outside = run(one, 0.2, 40, max_incomplete=0, **in_order)
     assert early.ttft.p50 < held_outside.ttft.p50 - 0.05
+    assert early.ttft.p50 < run(one, 0.2, 40, encoders=1).ttft.p50 - 0.03, "the first comes first"
 
 
 def test_pictures_hold_up_tokens_where_one_device_does_both() -> None:

@@ -33,6 +33,9 @@ def test_most_parts_grow_with_the_cluster_and_heartbeats_with_its_square() -> No
     small, large = at(500), at(5000)
     for name, part in large.items():
         grown = part.load / small[name].load
+        if name == "each PD worker: heartbeats":
+            assert 10 < grown < 100, "of each record some time goes by the number of workers"
+            continue
         squares = name == "NATS: heartbeats"
         assert grown == pytest.approx(100 if squares else 10, rel=0.05), name
 

@@ -24,6 +24,8 @@ class Costs:
         pixel_s: More for each pixel that is decoded, in the gateway and, where it decodes, in the encoder.
         pd_s: Seconds of a PD worker's core for a request.
         encode_job_s: Seconds of an encoder's core for a picture, besides its decode.
+        encode_race_s: Up to so much more that takes, evenly at random: pictures that an encoder took one
+            after the other reach its engine in any order.
         message_s: Seconds a message takes from one process through NATS to another.
         nats_s: Seconds that NATS works on a message of a stream; nothing else is done meanwhile there.
     """
@@ -33,6 +35,7 @@ class Costs:
     pixel_s: float = 8e-9
     pd_s: float = 0.0008
     encode_job_s: float = 0.002
+    encode_race_s: float = 0.008
     message_s: float = 0.0004
     nats_s: float = 1 / 12_000
 

@@ -66,7 +66,7 @@ class FanIn:
         self._way = Way(events, shape)
         held = Held(shape.cache_bytes)
         self.encoders = [
-            Encoder(events, shape, self._way, first=not number) for number in range(shape.encoders)
+            Encoder(events, shape, self._way, number=number) for number in range(shape.encoders)
         ]
         self._makers = itertools.cycle([_Maker(encoder, held) for encoder in self.encoders])
         self.pds = [Answerer(events, shape, record, lambda asked: None) for _ in range(shape.pds)]
@@ -113,7 +113,7 @@ class Colocated:
     def __init__(self, events: Events, shape: Shape, record: Record) -> None:
         way, held = Way(events, shape), Held(shape.cache_bytes)
         self.encoders: list[Encoder] = []
-        self.pds = [_Server(events, shape, record, way, held) for _ in range(shape.pds)]
+        self.pds = [_Server(events, shape, record, way, held, n) for n in range(shape.pds)]
 
     def send(self, asked: Asked) -> None:
         """A client sends a request."""
@@ -121,12 +121,20 @@ class Colocated:
 
 
 class _Server:
-    def __init__(self, events: Events, shape: Shape, record: Record, way: Way, held: Held) -> None:
+    def __init__(
+        self,
+        events: Events,
+        shape: Shape,
+        record: Record,
+        way: Way,
+        held: Held,
+        number: int,
+    ) -> None:
         self.open = 0
         self._door = Door(events, shape, 1, decodes=True)
         self._answerer = Answerer(events, shape, record, self._ended)
         self.device = self._answerer.device
-        encoder = Encoder(events, shape, way, first=False, device=self.device)
+        encoder = Encoder(events, shape, way, number=number + 1, device=self.device)
         self._maker = _Maker(encoder, held)
 
     def send(self, asked: Asked) -> None:

@@ -213,14 +213,17 @@ class Planner:
         return self._shape(kind, encoders, max(1, math.ceil(engine_busy)), rate)
 
     def _enough(self, shape: Shape, rate: float) -> Shape | None:
-        """More of what is busiest until the SLO is kept, then fewer of each as long as it still is."""
+        """More of what helps most until the SLO is kept, then fewer of each as long as it still is.
+
+        What helps is tried: a device that decodes anything at all is always busy, so that says nothing.
+        """
         if shape.workers > MOST_GPUS:
             return None
         while not self.prober.passes(shape, rate).passed:
-            run = self.prober.run(shape, rate)
-            of_encoders = shape.encoders > 0 and run.encoders_busy > run.pds_busy
-            more = shape.encoders if of_encoders else shape.pds
-            shape = self._with(shape, of_encoders, max(1, more // 10), rate)
+            larger = [self._with(shape, False, max(1, shape.pds // 10), rate)]
+            if shape.encoders:
+                larger.append(self._with(shape, True, max(1, shape.encoders // 10), rate))
+            shape = max(larger, key=lambda one: self._kept_for_its_price(one, rate))
             if shape.workers > MOST_GPUS:
                 return None
         for of_encoders in (True, False):
@@ -229,6 +232,10 @@ class Planner:
                     break
                 shape = fewer
         return shape
+
+    def _kept_for_its_price(self, shape: Shape, rate: float) -> tuple[float, float]:
+        run = self.prober.run(shape, rate)
+        return run.kept(self.prober.slo) / run.sent, -self.prices.of(shape)
 
     def _fewer(self, shape: Shape, of_encoders: bool, rate: float) -> Shape | None:
         count = shape.encoders if of_encoders else shape.pds

@@ -30,6 +30,7 @@ class Units:
         delivery_s: Of NATS, for a core message to one subscriber.
         heartbeat_s: Seconds between a worker's records.
         record_s: Of who watches them, for each.
+        record_worker_s: More for each worker that is known, as the old ones are looked for each time.
         pull_renewed_s: After so many seconds a loaded worker renews the pull of each lane.
         waiting_pulls: That a lane's consumer holds at most.
         valkey_request_s: Of Valkey, for a text request.
@@ -40,11 +41,12 @@ class Units:
     gateway_frame_s: float = 0.00005
     stream_jobs_per_s: float = 12_000.0
     nats_request_s: float = 0.0004
-    nats_item_s: float = 0.0004
-    pull_s: float = 0.00002
-    delivery_s: float = 0.000002
+    nats_item_s: float = 0.00006
+    pull_s: float = 0.0000105
+    delivery_s: float = 0.0000011
     heartbeat_s: float = 2.0
-    record_s: float = 0.00005
+    record_s: float = 0.000003
+    record_worker_s: float = 0.00000002
     pull_renewed_s: float = 0.25
     waiting_pulls: int = 512
     valkey_request_s: float = 0.0001
@@ -157,9 +159,9 @@ def parts(cluster: Cluster, needs: Needs, units: Units, *, through_valkey: bool)
         ),
         Part(
             "each PD worker: heartbeats",
-            beats * units.record_s,
+            beats * (units.record_s + workers * units.record_worker_s),
             f"{beats:,.0f} records/s",
-            "as above",
+            "as above; and look for old ones seldom",
         ),
         Part(
             "Valkey: commands",

@@ -37,7 +37,7 @@ class Split:
         devices: list[Device | None] = [None] * shape.encoders
         if not shape.encoders:
             devices = [pd.device for pd in self.pds]
-        self.encoders = [_Encoder(self, not n, device) for n, device in enumerate(devices)]
+        self.encoders = [_Encoder(self, n, device) for n, device in enumerate(devices)]
 
     def send(self, asked: Asked) -> None:
         """A client sends a request."""
@@ -78,10 +78,10 @@ class Split:
 class _Encoder:
     """An encoder, or the part of a PD worker that encodes."""
 
-    def __init__(self, system: Split, first: bool, device: Device | None) -> None:
+    def __init__(self, system: Split, number: int, device: Device | None) -> None:
         self._system = system
         shape = system.shape
-        self._encoder = Encoder(system.events, shape, system.way, first=first, device=device)
+        self._encoder = Encoder(system.events, shape, system.way, number=number, device=device)
         self.device = self._encoder.device
         self._puller: Puller[Thing] = Puller(
             system.encodes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 
@@ -70,9 +71,9 @@ class Encoder:
     """Makes embeddings: its core looks at the media, its tower encodes, its end of the way writes."""
 
     def __init__(
-        self, events: Events, shape: Shape, way: Way, *, first: bool, device: Device | None = None
+        self, events: Events, shape: Shape, way: Way, *, number: int, device: Device | None = None
     ) -> None:
-        factor = shape.slow_factor * (shape.slow_first if first else 1.0)
+        factor = shape.slow_factor * (1.0 if number else shape.slow_first)
         self.device = device or Device(events, slow_factor=factor)
         self._events = events
         self._costs = shape.costs
@@ -82,6 +83,7 @@ class Encoder:
         self._decoders = Servers(shape.cores)
         self._way = way
         self._end = way.own_end()
+        self._race = random.Random(number)
 
     def encode(self, thing: Thing, written: Callable[[], None]) -> None:
         """Encode an item, and tell when its embedding can be read."""
@@ -90,6 +92,7 @@ class Encoder:
         if self._decodes:
             decode_s = self._costs.pixel_s * thing.pixels
             seen = max(seen, self._decoders.serve(now, decode_s + self._costs.encode_job_s))
+        seen += self._race.uniform(0.0, self._costs.encode_race_s)
 
         def encoded() -> None:
             self._events.at(self._way.written_at(self._end, thing), written)

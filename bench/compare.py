@@ -25,7 +25,7 @@ from rich.table import Table
 from bench.baseline.measure import Measurement, Plan, Row, compare, measure
 from bench.baseline.systems import SYSTEMS, Shape
 from bench.vllm_source import SourceError
-from epd_bench.builtin import NAMES, RandomMm, find_workload
+from epd_bench.arguments import add_workload_arguments, workload_of
 from epd_bench.errors import BenchError
 from epd_bench.options import Pace, Search
 from epd_bench.result import now, this_machine, versions
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    shape, search, mix = Shape(), Search(), RandomMm()
+    shape, search = Shape(), Search()
     parser = argparse.ArgumentParser(
         prog="python -m bench.compare",
         description=__doc__,
@@ -72,12 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kill-encoder", action="store_true", help="one, in the middle of the run")
     parser.add_argument("--dynamic", action="store_true", help="the proxy looks after its servers")
     parser.add_argument("--vllm-version", default=shape.vllm_version)
-    parser.add_argument("--workload", default="random-mm", help=f"{', '.join(NAMES)}, or a file")
-    parser.add_argument("--images", type=int, default=mix.images)
-    parser.add_argument("--sizes", default=mix.sizes)
-    parser.add_argument("--text", type=int, default=mix.text)
-    parser.add_argument("--output", type=int, default=mix.output)
-    parser.add_argument("--spread", type=float, default=mix.spread)
+    add_workload_arguments(parser)
     parser.add_argument("--rate", type=float)
     parser.add_argument("--concurrency", type=int)
     parser.add_argument("--burstiness", type=float, default=1.0)
@@ -102,16 +97,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             raise BenchError(f"--{name.replace('_', '-')} must be above 0")
     if arguments.kill_encoder and (arguments.encoders < 2 or arguments.goodput):
         raise BenchError("--kill-encoder needs two encoders or more, and no --goodput")
-    workload = find_workload(
-        arguments.workload,
-        RandomMm(
-            images=arguments.images,
-            sizes=arguments.sizes,
-            text=arguments.text,
-            output=arguments.output,
-            spread=arguments.spread,
-        ),
-    )
+    workload = workload_of(arguments)
     return Plan(
         shape=Shape(
             encoders=arguments.encoders,

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
+from epd_common.ingest.body import RESPONSES
 from epd_sim.answers import expected_answer
 from epd_sim.prefix_cache import BLOCK_TOKENS, PrefixCache, blocks_of, item_tokens, text_tokens
 from epd_sim.scheduler import Scheduler, Sequence
 from service_stack import CHAT, image_part, picture
 from sim_stack import SimStack, sim_stack
 
-LONG = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
+LONG = (
+    "Each drawer of the old cabinet held a map of some coast that nobody had charted twice. " * 20
+)
 
 
 def prompt(*texts: str) -> list[bytes]:
@@ -129,3 +132,14 @@ async def test_caching_can_be_turned_off(stack: SimStack) -> None:
     await stack.start()
     messages = [{"role": "user", "content": LONG}]
     assert [(await ask(stack, messages))[2] for _ in range(2)] == [0, 0]
+
+
+async def test_a_response_tells_what_was_cached_as_a_chat_does(stack: SimStack) -> None:
+    await stack.start()
+    body = {"model": stack.model, "input": LONG, "max_output_tokens": 8}
+    cached = []
+    for _ in range(2):
+        response = await stack.http.post(RESPONSES, json=body)
+        assert response.status_code == 200, response.text
+        cached.append(response.json()["usage"]["input_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0 < cached[1]

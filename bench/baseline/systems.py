@@ -194,9 +194,8 @@ class _Servers:
         )
 
     async def start_proxy(self, proxy: Path, urls: dict[str, list[str]], *, dynamic: bool) -> str:
-        with (
-            socket.socket() as probe
-        ):  # the proxy takes no socket; somebody else may take the port first
+        # The proxy takes no socket; somebody else may take the port first.
+        with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         listen = ["--host", "127.0.0.1", "--port", str(port)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from epd_bench.builtin import RandomMm, find_workload
+from epd_bench.arguments import workload_of
 from epd_bench.errors import BenchError
 from epd_bench.options import Options, Pace, Search
 from epd_bench.processes import cpu_seconds
@@ -47,16 +47,7 @@ async def run_bench(arguments: argparse.Namespace) -> int:
 
 def _read(arguments: argparse.Namespace) -> tuple[Options, dict[str, Any] | None]:
     state = _state(arguments)
-    workload = find_workload(
-        arguments.workload,
-        RandomMm(
-            images=arguments.images,
-            sizes=arguments.sizes,
-            text=arguments.text,
-            output=arguments.output,
-            spread=arguments.spread,
-        ),
-    )
+    workload = workload_of(arguments)
     seed = random.SystemRandom().randrange(1_000_000) if arguments.seed is None else arguments.seed
     name = f"{workload.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     slo = parse_slo(arguments.slo)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from epd_bench.builtin import NAMES, RandomMm
+from epd_bench.arguments import add_workload_arguments
 from epd_bench.options import Search
 from epd_bench.slo import PRESETS
 
@@ -25,18 +25,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--api-key", default="", help="default: OPENAI_API_KEY")
     target.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")
     load = parser.add_argument_group("what is asked")
-    load.add_argument(
-        "--workload",
-        default="random-mm",
-        help=f"{', '.join(NAMES)}, or a JSON file (docs/benchmarks.md)",
-    )
+    add_workload_arguments(load)
     load.add_argument("--seed", type=int, help="default: a random one, which is printed")
-    defaults = RandomMm()
-    load.add_argument("--images", type=int, default=defaults.images, help="of random-mm, a request")
-    load.add_argument("--sizes", default=defaults.sizes, help="of random-mm's images")
-    load.add_argument("--text", type=int, default=defaults.text, help="tokens, of random-mm")
-    load.add_argument("--output", type=int, default=defaults.output, help="tokens, of random-mm")
-    load.add_argument("--spread", type=float, default=0.0, help="of all four, as a share")
     load.add_argument("--temperature", type=float)
     load.add_argument(
         "--stop-at-eos", action="store_true", help="do not send vLLM's field `ignore_eos`"

@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from epd_bench.builtin import RandomMm, find_workload
+from epd_bench.arguments import workload_of
 from epd_bench.slo import parse_slo
 from epd_common.errors import EpdError
 from epd_plan.costs import link_named
@@ -66,16 +66,7 @@ def _planner(arguments: argparse.Namespace, progress: Console) -> Planner:
             raise PlanError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
     if arguments.out is None and arguments.write:
         arguments.out = Path(NAMES[arguments.write])
-    workload = find_workload(
-        arguments.workload,
-        RandomMm(
-            images=arguments.images,
-            sizes=arguments.sizes,
-            text=arguments.text,
-            output=arguments.output,
-            spread=arguments.spread,
-        ),
-    )
+    workload = workload_of(arguments)
     base = Shape(
         profile=profile,
         encoders=1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from epd_bench.builtin import NAMES, RandomMm
+from epd_bench.arguments import add_workload_arguments
 from epd_bench.slo import PRESETS
 
 
@@ -31,17 +31,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     system.add_argument("--link", default="arena", help="of embeddings: arena, valkey or rdma")
     system.add_argument("--max-num-seqs", type=int, default=64, help="sequences of an engine")
     load = parser.add_argument_group("the load")
-    defaults = RandomMm()
-    load.add_argument(
-        "--workload",
-        default="random-mm",
-        help=f"{', '.join(NAMES)}, or a JSON file (docs/benchmarks.md)",
-    )
-    load.add_argument("--images", type=int, default=defaults.images, help="of random-mm, a request")
-    load.add_argument("--sizes", default=defaults.sizes, help="of random-mm's images")
-    load.add_argument("--text", type=int, default=defaults.text, help="tokens, of random-mm")
-    load.add_argument("--output", type=int, default=defaults.output, help="tokens, of random-mm")
-    load.add_argument("--spread", type=float, default=0.0, help="of all four, as a share")
+    add_workload_arguments(load)
     load.add_argument("--rate", type=float, help="requests a second; default: the goodput")
     load.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: bursts")
     load.add_argument("--seed", type=int, default=1)

@@ -124,6 +124,7 @@ async def connect(
                 redis,
                 ttl_s=settings.embedding_ttl_s,
                 bound_bytes=settings.redis_embedding_bytes,
+                counters=worker.counters,
             )
         )
     return Connections(

@@ -192,9 +192,8 @@ class Orders:
         """Publish a generate job; its number in the queue."""
         lane = BACKGROUND_LANE if background else generate_lane(len(job.items), job.priority)
         if lane == BACKGROUND_LANE:
-            place = (
-                subjects.ANY_PLACE
-            )  # by its place it could have the slots that are kept free of it
+            # By its place it could have the slots that are kept free of it.
+            place = subjects.ANY_PLACE
         return await self._bus.store(
             subjects.generate_subject(job.model, lane, place),
             job,

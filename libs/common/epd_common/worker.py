@@ -23,9 +23,7 @@ from epd_common.protocol import WorkerRecord, WorkerState
 from epd_common.protocol.subjects import Stage
 from epd_common.protocol.workers import Encodes
 from epd_common.settings import WorkerSettings
-from epd_common.store import (
-    Arena,
-)
+from epd_common.store import Arena
 from epd_common.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -58,9 +58,8 @@ class PrefixCache:
 
     def keep(self, blocks: Sequence[bytes]) -> None:
         """A prompt's blocks were computed or used."""
-        for block in reversed(
-            blocks
-        ):  # a beginning is used by more prompts than an end, and goes later
+        # A beginning is used by more prompts than an end, and goes later.
+        for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
         while len(self._blocks) > self._most:

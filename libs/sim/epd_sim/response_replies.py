@@ -84,7 +84,7 @@ class ResponseReplies:
             "output": [self._message("completed", text)],
             "usage": {
                 "input_tokens": tokens["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
                 "output_tokens": tokens["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": tokens["total_tokens"],

@@ -34,9 +34,8 @@ class StreamEnd:
         told = openai_body(error)
         if not self._numbered:
             return f"data: {json.dumps(told)}\n\ndata: [DONE]\n\n".encode()
-        cut = (
-            _SEPARATOR if self._last else b""
-        )  # what is left of a broken event is not made part of this one
+        # What is left of a broken event is not made part of this one.
+        cut = _SEPARATOR if self._last else b""
         event = {
             "type": "error",
             "sequence_number": self._events,

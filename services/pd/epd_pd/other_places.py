@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Set
 
@@ -18,20 +19,22 @@ import nats.js.errors
 from epd_common.bus import Bus, JobPuller, Registry, declare_place
 from epd_common.bus.queues import places_with_jobs
 from epd_common.errors import EpdError
-from epd_common.protocol.subjects import is_worker
+from epd_common.protocol.subjects import ANY_PLACE, is_worker
 from epd_common.rendezvous import ranked
 from epd_common.tasks import end
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+LOOK_S, QUIET_LOOK_S = 0.5, 1.0
+"""Seconds between looks, the second where no job has a place."""
+
 LOOKERS = 4
 """Workers that look into the queue of one that is ready."""
 
 MOST = 32
 """Places that a worker looks into at once; who publishes jobs may name any that there never were."""
 
-DECLARE_AGAIN_LOOKS = 60
+DECLARE_AGAIN_S = 30.0
 """A queue's consumer goes when nobody has asked it for long; so who looks makes sure of it now and then."""
 
 
@@ -70,15 +73,18 @@ async def looking_into_other_places(
 
     async def look() -> None:
         declared: dict[str, str] = {}
-        looks = 0
+        declared_at = time.monotonic()
         while True:
-            if not looks % DECLARE_AGAIN_LOOKS:
+            pause_s = QUIET_LOOK_S
+            if time.monotonic() - declared_at >= DECLARE_AGAIN_S:
                 declared.clear()
-            looks += 1
+                declared_at = time.monotonic()
             if puller.taken_from_others:
                 counters["from_others"] = puller.taken_from_others
             try:
                 holding = await places_with_jobs(bus, model)
+                if holding - {ANY_PLACE}:
+                    pause_s = LOOK_S
                 ready = {record.worker for record in registry.ready("pd", model)}
                 places = to_look_into(worker, holding, ready)
                 for place in places:
@@ -87,7 +93,7 @@ async def looking_into_other_places(
                 puller.look_at([declared[place] for place in places])
             except (nats.errors.Error, nats.js.errors.Error, EpdError, TimeoutError) as error:
                 logger.warning("places of other workers: %s", str(error) or type(error).__name__)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(pause_s)
 
     task = asyncio.create_task(look(), name="other places")
     try:

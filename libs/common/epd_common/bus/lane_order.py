@@ -22,7 +22,7 @@ class LaneOrder:
 
     def __init__(self, waits_s: Sequence[float]) -> None:
         self._waits_s = waits_s
-        self._since: list[float | None] = [None] * len(waits_s)
+        self._since = [0.0] * len(waits_s)
         self._lead_s: float | None = None
 
     def order(self) -> list[int]:
@@ -49,8 +49,7 @@ class LaneOrder:
             self._note(lane, now + self._lead_s)
 
     def _note(self, lane: int, at: float) -> None:
-        since = self._since[lane]
-        self._since[lane] = at if since is None else max(since, at)
+        self._since[lane] = max(self._since[lane], at)
 
     def _urgency(self, lane: int) -> float:
-        return (self._since[lane] or 0.0) + self._waits_s[lane]
+        return self._since[lane] + self._waits_s[lane]

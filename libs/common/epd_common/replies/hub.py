@@ -13,9 +13,7 @@ from typing import Self
 from nats.aio.msg import Msg
 
 from epd_common.bus.connection import Bus
-from epd_common.errors import (
-    EpdError,
-)
+from epd_common.errors import EpdError
 from epd_common.protocol import (
     Cancel,
     Cancelled,

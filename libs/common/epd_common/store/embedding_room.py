@@ -8,6 +8,8 @@ of one missing has it encoded again, as always.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from redis.asyncio import Redis
 
 from epd_common.store.base import StoreFullError
@@ -88,10 +90,18 @@ class EmbeddingRoom:
         ttl_s: Seconds that an embedding stays after its last use.
         prefix: Of embeddings' names.
         chunk_bytes: Of their payloads, each but the last.
+        counters: ``redis_evicted`` counts embeddings that made room for ones of this process.
     """
 
     def __init__(
-        self, redis: Redis, *, bound_bytes: int, ttl_s: int, prefix: str, chunk_bytes: int
+        self,
+        redis: Redis,
+        *,
+        bound_bytes: int,
+        ttl_s: int,
+        prefix: str,
+        chunk_bytes: int,
+        counters: Counter[str],
     ) -> None:
         self._bound = MemoryShare(redis, fixed_bytes=bound_bytes, part=PART)
         self._ttl_ms = ttl_s * 1000
@@ -100,8 +110,7 @@ class EmbeddingRoom:
         self._make = redis.register_script(_MAKE)
         self._touch = redis.register_script(_TOUCH)
         self._forget = redis.register_script(_FORGET)
-        self.evicted = 0
-        """Embeddings that made room for ones of this process."""
+        self._counters = counters
 
     async def make(self, key: str, size: int) -> None:
         """Have room for an embedding's payload, which is written next.
@@ -128,7 +137,9 @@ class EmbeddingRoom:
             _LAPSES,
         ]
         with redis_errors():
-            self.evicted += int(await self._make(keys=[ORDER, SIZES], args=args))
+            evicted = int(await self._make(keys=[ORDER, SIZES], args=args))
+        if evicted:
+            self._counters["redis_evicted"] += evicted
 
     async def touch(self, key: str) -> bool:
         """An embedding was used, or written. False if it had to go meanwhile."""

@@ -170,7 +170,7 @@ class MediaQuota:
                 kept, first, second = await self._all.admit(keys=[*self._account, name], args=args)
             if not kept and second >= 0:  # else more has lapsed than one call takes out
                 self._all.refused(self._tenant)
-                raise self._refusal(len(data), has=first, first_goes_s=second / 1000, ttl_s=ttl_s)
+                raise self._refusal(len(data), has=first, first_goes_s=second / 1000)
         there, till_ms = first, second
         if there:
             return
@@ -195,7 +195,7 @@ class MediaQuota:
         with redis_errors():
             return bool(await self._all.drop(keys=[*self._account, name]))
 
-    def _refusal(self, wanted: int, *, has: int, first_goes_s: float, ttl_s: int) -> EpdError:
+    def _refusal(self, wanted: int, *, has: int, first_goes_s: float) -> EpdError:
         if wanted + ENTRY_BYTES > self._bound:
             return TooLargeError(
                 f"this has {wanted} bytes, and pictures, recordings and large texts of tenant "

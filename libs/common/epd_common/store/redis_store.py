@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 from redis.asyncio import Redis
 
@@ -32,29 +33,41 @@ class RedisEmbeddingStore:
 
     Args:
         ttl_s: Seconds that an embedding stays after its last use.
-        bound_bytes: Of all embeddings; see ``EmbeddingRoom``.
+        bound_bytes: Of all embeddings; see ``EmbeddingRoom``, as for ``counters``.
     """
 
     name = "redis"
 
-    def __init__(self, redis: Redis, *, ttl_s: int, bound_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        ttl_s: int,
+        bound_bytes: int = 0,
+        counters: Counter[str] | None = None,
+    ) -> None:
         self._redis = redis
         self._ttl_s = ttl_s
-        self.room = EmbeddingRoom(
-            redis, bound_bytes=bound_bytes, ttl_s=ttl_s, prefix=_PREFIX, chunk_bytes=CHUNK_BYTES
+        self._room = EmbeddingRoom(
+            redis,
+            bound_bytes=bound_bytes,
+            ttl_s=ttl_s,
+            prefix=_PREFIX,
+            chunk_bytes=CHUNK_BYTES,
+            counters=Counter() if counters is None else counters,
         )
 
     async def put(self, embedding: Embedding) -> None:
         key = embedding.header.key
         payload = embedding.payload
-        await self.room.make(key, payload.nbytes)
+        await self._room.make(key, payload.nbytes)
         with redis_errors():
             for start in range(0, payload.nbytes, CHUNK_BYTES):
                 name = _chunk(key, start // CHUNK_BYTES)
                 await self._redis.set(name, payload[start : start + CHUNK_BYTES], ex=self._ttl_s)
             await self._redis.set(_head(key), pack_header(embedding.header), ex=self._ttl_s)
-        if not await self.room.touch(key):  # others took its room while it was written
-            await self.room.make(key, payload.nbytes)
+        if not await self._room.touch(key):  # others took its room while it was written
+            await self._room.make(key, payload.nbytes)
 
     async def get(self, key: str) -> Embedding | None:
         with redis_errors():
@@ -70,7 +83,7 @@ class RedisEmbeddingStore:
                 logger.warning("dropping a damaged embedding: %s", error, extra={"key": key})
                 await self.delete(key)
                 return None
-        await self.room.touch(key)
+        await self._room.touch(key)
         return embedding
 
     async def _payload(self, key: str, size: int) -> bytearray:
@@ -97,14 +110,14 @@ class RedisEmbeddingStore:
                 pipe.expire(name, self._ttl_s)
             if not all(await pipe.execute()):
                 return False
-        await self.room.touch(key)
+        await self._room.touch(key)
         return True
 
     async def delete(self, key: str) -> None:
         """Forget it. Without its header an embedding is not there; its chunks go with their time."""
         with redis_errors():
             await self._redis.delete(_head(key))
-        await self.room.forget(key)
+        await self._room.forget(key)
 
     async def used_bytes(self) -> int:
         total = 0

@@ -57,8 +57,10 @@ class Suspects:
     async def begin(self, key: str, *, alone: bool) -> None:
         """Its encode begins; noted before, as nobody can note it when the process is killed."""
         with redis_errors():
-            await self._redis.incr(_name(key, alone))
-            await self._redis.expire(_name(key, alone), REMEMBERED_S)
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.incr(_name(key, alone))
+            pipe.expire(_name(key, alone), REMEMBERED_S)
+            await pipe.execute()
 
     async def end(self, key: str, *, alone: bool) -> None:
         """It ended without an embedding, and the engine lives."""

@@ -96,7 +96,16 @@ class Process:
 
     async def stop(self) -> None:
         self.terminate()
-        await asyncio.wait_for(self.task, BOUND_S)
+        await asyncio.wait((self.task,), timeout=BOUND_S)
+        if not self.task.done():
+            stands = io.StringIO()
+            for task in asyncio.all_tasks():
+                task.print_stack(file=stands)
+            self.task.cancel()
+            raise AssertionError(
+                f"{self.task.get_name()} did not stop within {BOUND_S} s:\n{stands.getvalue()}"
+            )
+        self.task.result()
 
 
 @dataclass(slots=True)

@@ -709,6 +709,25 @@ async def test_stop_ends_the_iteration(bus: Bus, model: str) -> None:
             await eventually(lambda: bool(found), "the slot is taken")
 
 
+async def test_a_stop_while_pulls_are_taken_back_is_seen(
+    bus: Bus, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is full takes its pulls back, which needs a round trip; a stop may fall into it."""
+    async with pulling(bus, model, 1) as puller:
+        withdraw = puller._withdraw
+
+        async def withdraw_and_stop() -> None:
+            await withdraw()
+            if puller.busy:
+                puller.stop()
+
+        monkeypatch.setattr(puller, "_withdraw", withdraw_and_stop)
+        await put(bus, model, "l0")
+        async with asyncio.timeout(2):
+            found = [delivery async for delivery in puller.deliveries()]
+        assert len(found) == 1
+
+
 async def test_what_arrives_after_stop_is_given_back(
     bus: Bus, model: str, ack_wait: Callable[[float], None]
 ) -> None:

@@ -35,6 +35,7 @@ from epd_common.bus.streams import LOAD_GROUP, STREAMS
 from epd_common.bus.work_ahead import WorkAhead, load_level
 from epd_common.errors import UnavailableError
 from epd_common.protocol.subjects import Stage
+from epd_common.tasks import whole
 
 logger = logging.getLogger(__name__)
 
@@ -174,9 +175,9 @@ class JobPuller:
             if self.rests:
                 await self._rest()
                 continue
+            self._changed.clear()  # before anything is awaited, so that no change is missed
             await self._withdraw()
             if self.busy >= self._work.most and self._arrived.empty():
-                self._changed.clear()
                 await self._changed.wait()
                 continue
             message = await self._look() or await self._wait()
@@ -258,7 +259,10 @@ class JobPuller:
 
         async def close(subscription: Subscription) -> None:
             with contextlib.suppress(nats.errors.Error):
-                await (subscription.drain() if self._bus.connected else subscription.unsubscribe())
+                if self._bus.connected:
+                    await whole(subscription.drain())  # for why, see Bus.flush
+                else:
+                    await subscription.unsubscribe()
 
         subscriptions = [lane.subscription for lane in lanes if lane.subscription is not None]
         await asyncio.gather(*map(close, subscriptions))

@@ -11,7 +11,7 @@ from deployment import SMALL_MODEL
 from bench.baseline.systems import SERVED_MODEL, SYSTEMS, Shape
 from models import shapes
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.extra, pytest.mark.timeout(600)]
 
 
 async def test_the_proxy_and_this_project_are_given_the_same_and_say_the_same() -> None:

@@ -5,7 +5,7 @@ only place from which an engine reads, by pins.
 """
 
 from epd_common.store.arena import Arena
-from epd_common.store.base import EmbeddingStore, StoreFullError
+from epd_common.store.base import EmbeddingStore, RemoteStore, StoreFullError
 from epd_common.store.embedding import Embedding, EmbeddingHeader, IntegrityError
 from epd_common.store.ledger import Ledger
 from epd_common.store.media import MediaStore, StoredFile, UploadedFile
@@ -30,6 +30,7 @@ __all__ = [
     "MediaQuotas",
     "MediaStore",
     "RedisEmbeddingStore",
+    "RemoteStore",
     "SizeTable",
     "SizeTables",
     "StoreFullError",

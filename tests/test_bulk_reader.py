@@ -1,4 +1,4 @@
-"""Values read from a real Valkey past redis-py: right, in order, over each kind of connection, and whole or not."""
+"""Values read from a real Valkey past redis-py: right, in order, over any kind of connection, or an error."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     python -m bench.store [--sizes 1,8,28,67] [--concurrency 1,8] [--seconds 8] [--json FILE]
 
 Each process does what an encoder or a PD worker does with one embedding; with concurrency 8 eight of them
-begin together, and the time is that from the first's beginning to the last's end. All ways in turn, round by round:
-a ratio is the median of the rounds' own ratios to the copy. Wants a machine that does nothing else; takes
-three minutes.
+begin together, and the time is that from the first's beginning to the last's end. All ways in turn, round by
+round: a ratio is the median of the rounds' own ratios to the copy. Wants a machine that does nothing else;
+takes three minutes.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ Way = tuple[Step, Step]
 def serve(
     orders: Connection, together: Barrier, root: Path, worker: str, urls: Mapping[str, str]
 ) -> None:
-    """A process's main function: takes (way, bytes), answers with begin and end in seconds, until told None."""
+    """A process's main function: takes (way, bytes), answers with begin and end, until told None."""
     uvloop.run(_serve(orders, together, root, worker, urls))
 
 

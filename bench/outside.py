@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ words, and its random tokens are shorter than the four bytes that the engine tak
 ANSWER_TOKENS = 32
 SIDE = 256
 LIMIT_S = 170.0
+SETTLE_S = 5.0
+"""Before each, as the processes of the one before take some seconds to end."""
+
 CLOSE_SHARE, CLOSE_MS = 0.05, 2.0
 
 
@@ -212,7 +216,7 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=2)
     parser.add_argument("--rate", type=float, default=4.0)
     parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -234,6 +238,7 @@ def main() -> int:
                 seed=1000 * arguments.seed + 10 * number + place,
             )
             with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
+                time.sleep(SETTLE_S)
                 before = gateway_ttft(arguments.url)
                 found = tool(ask, Path(folder))
                 after = gateway_ttft(arguments.url)

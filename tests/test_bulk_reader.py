@@ -128,6 +128,20 @@ async def test_a_server_that_was_away_is_found_again(
     assert await reader.read(names, ttl_s=TTL_S, take=copied) == [None]
 
 
+async def test_a_server_that_ends_in_the_middle_is_an_error(
+    own: Brokers, client: Redis, reader: BulkReader
+) -> None:
+    names, _ = await filled(client, 7)
+    await reader.read(names, ttl_s=TTL_S, take=copied)
+    await client.execute_command("CLIENT", "PAUSE", "10000", "ALL")
+    waiting = asyncio.create_task(reader.read(names, ttl_s=TTL_S, take=copied))
+    await asyncio.sleep(0.2)  # until it has been sent; a shorter time tests less
+    await own.redis.stop()
+    async with asyncio.timeout(3):
+        with pytest.raises(redis.exceptions.ConnectionError, match="the server closed"):
+            await waiting
+
+
 async def test_closing_ends_a_read_that_waits(own: Brokers, client: Redis) -> None:
     """It would hold the process up until its time is over."""
     reader = BulkReader(client, most_bytes=MOST)

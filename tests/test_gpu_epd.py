@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +86,24 @@ def test_a_small_run_has_all_sections(tmp_path: Path) -> None:
         assert f"] {name}, " in run.stderr
 
 
-def test_what_does_not_fit_is_named_and_the_limit_holds(tmp_path: Path) -> None:
+def test_what_does_not_fit_into_a_section_is_named() -> None:
+    from bench.gpu_epd import Report
+
+    report = Report("cpu", "tiny", None, limit_s=0.0)
+    found = report.section("moves", lambda budget: {name: 1 for name in budget.each(["1 MB"])})
+    assert found == report.found["sections"]["moves"] == {}
+    assert report.found["left_out"] == {"moves": ["1 MB"]}
+
+
+def test_at_the_limit_it_ends_with_what_it_has(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    began = time.monotonic()
     run = subprocess.run(
-        [*COMMAND, "--device", "cpu", "--limit", "0.5", "--json", str(file)],
+        [*COMMAND, "--device", "cpu", "--limit", "0.01", "--json", str(file)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert time.monotonic() - began < 45, "most of it is torch's import"
-    assert run.returncode in (0, 3), run.stderr
-    report = json.loads(file.read_text())
-    assert ("cut_off" in report) == (run.returncode == 3)
-    assert "left_out" in report or "cut_off" in report
+    assert run.returncode == 3, run.stderr
+    assert json.loads(file.read_text())["cut_off"] is True

@@ -81,9 +81,8 @@ class BulkReader:
         except OSError as error:
             connection.disconnect()
             raise redis.exceptions.ConnectionError(str(error) or type(error).__name__) from error
-        except (
-            BaseException
-        ):  # an early end is one, too: answers that nobody reads are on their way
+        except BaseException:
+            # GeneratorExit, too: answers that nobody will read are on their way.
             connection.disconnect()
             raise
         finally:

@@ -133,7 +133,9 @@ def whole_file(path: Path, size_bytes: int, *, key: str) -> Iterator[BinaryIO]:
     """
     root = path.parents[2]
     file = None
-    if _file_system(root)[1] >= size_bytes:
+    if (
+        _file_system(root)[1] >= size_bytes
+    ):  # asked before, as to try takes others' room for a moment
         file, _ = _reserve(path, size_bytes)
     if file is None:
         with locked(root):

@@ -18,6 +18,7 @@ from epd_common.store import Arena, Embedding, IntegrityError, RedisEmbeddingSto
 from epd_common.store.bulk_reader import READERS, BulkReader, Values
 from epd_common.store.embedding import EmbeddingHeader, payload_checksum
 from epd_common.store.redis_store import CHUNK_BYTES
+from service_stack import eventually
 from test_logins import certificate, valkey_with_tls
 
 MOST = 1 << 20
@@ -91,8 +92,14 @@ async def test_what_was_not_read_to_its_end_is_not_taken_for_the_next_value(
     client: Redis, reader: BulkReader
 ) -> None:
     names, values = await filled(client, MOST, 100, 100)
-    for _ in range(2 * READERS):
+    others = len(await client.client_list())
+
+    async def is_closed() -> bool:
+        return len(await client.client_list()) == others
+
+    for _ in range(READERS):
         assert await reader.read(names, ttl_s=TTL_S, take=first) == values[0]
+        await eventually(is_closed, "the connection, on which answers are still to come, is closed")
     assert await reader.read(names[1:], ttl_s=TTL_S, take=copied) == values[1:]
 
 

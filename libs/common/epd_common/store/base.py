@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from epd_common.errors import EpdError
-from epd_common.store.embedding import Embedding, EmbeddingHeader
-
-if TYPE_CHECKING:
-    from epd_common.store.arena import Arena
+from epd_common.store.embedding import Embedding
 
 
 class StoreFullError(EpdError):
@@ -43,19 +39,3 @@ class EmbeddingStore(Protocol):
 
     async def used_bytes(self) -> int:
         """Bytes in use by embeddings."""
-
-
-class RemoteStore(EmbeddingStore, Protocol):
-    """A store whose embeddings can be read from other nodes."""
-
-    async def bring(
-        self, key: str, arena: Arena, fits: Callable[[EmbeddingHeader], bool]
-    ) -> EmbeddingHeader | None:
-        """Copy an embedding into a node's arena, verified; None as with :meth:`get`.
-
-        Args:
-            fits: Whether it is of use there; one that is not is deleted here.
-
-        Raises:
-            StoreFullError: the arena has no room, and none can be made.
-        """

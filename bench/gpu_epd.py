@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ class Report:
         self._limit_s = limit_s
         self._began = time.monotonic()
         self._written = threading.Lock()
+        self.root = Path()  # of the arena, once there is one
         machine = this_machine()
         self.found: dict[str, Any] = {
             "card": _card(device),
@@ -89,6 +91,8 @@ class Report:
         self.found["cut_off"] = True
         self.say("the limit: ending with what there is")
         self.write()
+        if self.root != Path():
+            shutil.rmtree(self.root, ignore_errors=True)  # on tmpfs it would be memory
         os._exit(CUT_OFF)
 
 
@@ -140,6 +144,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=tuple(SHAPES), help="default: 7b; on a CPU tiny")
     parser.add_argument("--limit", type=float, default=450.0, metavar="SECONDS")
+    parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a folder on tmpfs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -150,10 +155,8 @@ def main() -> int:
     timer = threading.Timer(arguments.limit, report.cut_off)
     timer.daemon = True
     timer.start()
-    base = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(
-        prefix="epd-bench-", dir=base if base.is_dir() else None
-    ) as root:
+    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir=arguments.arena) as root:
+        report.root = Path(root)
         run(report, arguments.device, shape, Path(root))
     timer.cancel()
     report.write()

@@ -96,9 +96,11 @@ def test_what_does_not_fit_into_a_section_is_named() -> None:
 
 
 def test_at_the_limit_it_ends_with_what_it_has(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
+    file, arena = tmp_path / "gpu.json", tmp_path / "arena"
+    arena.mkdir()
+    options = ("--limit", "0.01", "--json", str(file), "--arena", str(arena))
     run = subprocess.run(
-        [*COMMAND, "--device", "cpu", "--limit", "0.01", "--json", str(file)],
+        [*COMMAND, "--device", "cpu", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -107,3 +109,4 @@ def test_at_the_limit_it_ends_with_what_it_has(tmp_path: Path) -> None:
     )
     assert run.returncode == 3, run.stderr
     assert json.loads(file.read_text())["cut_off"] is True
+    assert list(arena.iterdir()) == []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import redis.exceptions
 from redis.asyncio import ConnectionPool
+from redis.asyncio.connection import AbstractConnection
 
 from epd_common.store import open_redis
 from epd_common.store.shared_connection import SHARED_BYTES, SharedConnection, SharingRedis
@@ -66,6 +68,33 @@ async def test_a_connection_that_broke_is_made_anew(client: SharingRedis) -> Non
     for _ in range(3):
         await client.client_kill_filter(_type="normal", skipme=True)
         assert await client.exists(NAME) == 0
+
+
+async def test_who_asks_while_a_broken_one_is_closed_is_answered(
+    client: SharingRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = asyncio.Event()
+
+    class SlowToClose:
+        def make_connection(self) -> AbstractConnection:
+            connection: AbstractConnection = client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+            disconnect = connection.disconnect
+
+            async def slowly(**options: Any) -> None:
+                await (disconnect(**options) if connection.is_connected else closed.wait())
+
+            monkeypatch.setattr(connection, "disconnect", slowly)
+            return connection
+
+    monkeypatch.setattr(client._shared, "_pool", SlowToClose())
+    await client.exists(NAME)
+    await client.client_kill_filter(_type="normal", skipme=True)
+    async with asyncio.timeout(2):
+        for _ in range(20):
+            assert await client.exists(NAME) == 0
+            await asyncio.sleep(0.01)
+    monkeypatch.undo()
+    closed.set()
 
 
 async def test_what_is_large_has_a_connection_of_its_own(

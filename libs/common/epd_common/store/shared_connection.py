@@ -59,7 +59,7 @@ class SharedConnection:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._unsent.append((hiredis.pack_command(args), answer))
         self._to_send.set()
-        if self._serving is None or self._serving.done():
+        if self._serving is None:
             self._serving = asyncio.create_task(self._serve(), name="shared Valkey connection")
         return await answer
 
@@ -83,6 +83,7 @@ class SharedConnection:
         except* (redis.exceptions.RedisError, OSError, TimeoutError) as errors:
             failure = redis.exceptions.ConnectionError(str(errors.exceptions[0]))
         finally:
+            self._serving = None  # who asks from now on asks another one
             asked = [*self._unanswered, *(answer for _, answer in self._unsent)]
             self._unanswered.clear()
             self._unsent.clear()

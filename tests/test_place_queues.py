@@ -23,9 +23,12 @@ from epd_common.bus import (
 from epd_common.bus.queues import places_with_jobs, queue_length
 from epd_common.protocol import GenerateJob, decode, encode, subjects
 from epd_common.protocol.lanes import AGED_WAITS_S, lane_waits_s
-from epd_pd.other_places import LOOKERS, MOST, to_look_into
+from epd_pd.other_places import LOOKERS, MOST, QUIET_LOOK_S, to_look_into
 from epd_pd.settings import PdSettings
 from service_stack import ServiceStack, Worker, bare_stack, eventually
+
+SOON_S = 3 * QUIET_LOOK_S + 2
+"""Until the next look into places of others at the latest, and some of it for a machine that is busy."""
 
 BOUND_S = 10.0
 
@@ -197,7 +200,11 @@ async def stack(nats_url: str, redis_url: str, tmp_path: Path) -> AsyncIterator[
         await running.add_pd()
         await running.add_gateway()
         await running.ready()
-        yield running
+        try:
+            yield running
+        finally:  # or they would hold the services' end up
+            for pd in running.pds:
+                pd.engine.gate.set()
 
 
 async def send(stack: ServiceStack, place: str, lane: str = "l0") -> None:
@@ -220,7 +227,7 @@ async def test_a_job_goes_to_its_place_or_to_another_where_that_is_full(
     await eventually(lambda: runs(small) == 1, "its owner has it")
     await send(stack, small.id)
     took_s = await eventually(lambda: runs(large) == 1, "the other has the second one")
-    assert took_s < 2
+    assert took_s < SOON_S
 
     async def counted() -> bool:
         return (await stack.counters(large)).get("from_others") == 1
@@ -238,7 +245,7 @@ async def test_jobs_of_an_owner_that_left_are_done_by_another(stack: ServiceStac
     await send(stack, small.id)
     await send(stack, "never-seen")
     took_s = await eventually(lambda: runs(large) == 2, "the other has both")
-    assert took_s < 2
+    assert took_s < SOON_S
     large.engine.gate.set()
 
 

@@ -159,7 +159,7 @@ async def test_table_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_files_for_deployments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load = ("--workload", "azure", "--rate", "20", "--max-num-seqs", "32")
+    load = ("--workload", "azure", "--rate", "30", "--max-num-seqs", "32")
     plan = await planned(capsys, *load, "--write", "compose", "--out", str(tmp_path / "a.yml"))
     split = of(plan, "split")
     written = yaml.safe_load((tmp_path / "a.yml").read_text())["services"]

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from epd_common.changes import Changes
-
 MOST_KEPT = 2048
 """Beginnings of one worker, at most; the least recently used are told of no more."""
 
@@ -103,10 +101,11 @@ class BlockWatch:
 
 
 class Kept:
-    """The beginnings that a worker's engine keeps, and how that changed since somebody last took the changes."""
+    """The beginnings that a worker's engine keeps, and how that changed since the changes were last taken."""
 
     def __init__(self) -> None:
-        self.changes = Changes()
+        self.changed: Callable[[], object] = lambda: None
+        """Is called after each change."""
         self.keys: set[str] = set()
         self._added: set[str] = set()
         self._gone: set[str] = set()
@@ -121,7 +120,7 @@ class Kept:
             self.keys.discard(key)
             self._added.discard(key)
             self._gone.add(key)
-        self.changes.note()
+        self.changed()
 
     def clear(self) -> None:
         self.note((), list(self.keys))

@@ -19,13 +19,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
+from epd_vllm.beginnings import attach
 from epd_vllm.tape import TAPE, Tape
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 
 
 class ContinuingLLM(AsyncLLM):
-    """Looks at the :data:`~epd_vllm.tape.TAPE` of the task in which a request comes."""
+    """Looks at the :data:`~epd_vllm.tape.TAPE` of the task in which a request comes, and at its
+    :data:`~epd_vllm.beginnings.BEGINNINGS`."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         tape = TAPE.get()
@@ -45,6 +47,7 @@ class ContinuingLLM(AsyncLLM):
         index: int,
         queue: RequestOutputCollector,
     ) -> None:
+        attach(request)
         tape = TAPE.get()
         if tape is None or not tape.to_tell:
             await super()._add_request(request, prompt, parent_req, index, queue)

@@ -77,8 +77,9 @@ class GatewayMetrics:
         )
         self.placements = Counter(
             "epd_gateway_placements",
-            "Requests by how they were placed: with the PD worker nearest to what they begin with, with the "
-            "next one, with none in particular as both were crowded, or unplaced for want of a reason.",
+            "Requests by how they were placed: with a PD worker that holds what they begin with or has their "
+            "embeddings on its node (held), with the one nearest to what they begin with, with the next one, "
+            "with none in particular as both were crowded, or unplaced for want of a reason.",
             ("outcome",),
             registry=self.registry,
         )

@@ -1,8 +1,9 @@
 """Protocol v1: what travels between a client, the gateway, encoders and PD workers.
 
 One module a link: ``jobs`` (client or gateway to workers), ``events`` (encoder to all), ``replies``
-(PD to the requester), ``control`` (cancel, replay, resume, dead letters), ``workers`` (the registry).
-``holdings`` (PD workers to who places requests). ``codec`` turns them into MessagePack and back, ``subjects`` and ``keys`` name things.
+(PD to the requester), ``control`` (cancel, replay, resume, dead letters), ``workers`` (the registry),
+``holdings`` (PD workers to who places requests). ``codec`` turns them into MessagePack and back, ``subjects``
+and ``keys`` name things.
 """
 
 from epd_common.protocol.codec import ProtocolError, decode, decode_reply, encode

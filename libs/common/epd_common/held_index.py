@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 BEAT_S = 1.0
 """A worker speaks at least that often, though it has nothing new to say."""
 
-WHOLE_S = 10.0
+WHOLE_S = 5.0
 """It says all again after this time: so long does who begins to listen, or missed something, go without."""
 
 FRESH_S = 4.0
@@ -85,6 +85,14 @@ class HeldIndex:
         known.heard = self._clock()
         if len(self._workers) > MOST_WORKERS:
             del self._workers[min(self._workers, key=lambda name: self._workers[name].heard)]
+
+    def sizes(self) -> list[int]:
+        """How many beginnings each worker holds of whom that is known."""
+        return [
+            len(known.keys)
+            for known in self._workers.values()
+            if known.complete and self._fresh(known)
+        ]
 
     def held_by(self, worker: str) -> Set[str]:
         """Keys of the beginnings that a worker holds, as far as that is known."""

@@ -83,6 +83,16 @@ class GatewayMetrics:
             ("outcome",),
             registry=self.registry,
         )
+        self.telling_workers = Gauge(
+            "epd_gateway_telling_workers",
+            "PD workers of which this gateway knows what their prefix caches hold now.",
+            registry=self.registry,
+        )
+        self.held_beginnings = Gauge(
+            "epd_gateway_held_beginnings",
+            "Beginnings of prompts that these hold, each as often as it is held.",
+            registry=self.registry,
+        )
         self.open_cost = Gauge(
             "epd_gateway_open_cost",
             "Weighted tokens of all open requests of a model, of all gateways, as this one last saw it.",

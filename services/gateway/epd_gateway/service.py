@@ -207,6 +207,8 @@ async def _placing(
         (subjects.ready_subject("*"), nodes.on_message),
     ):
         await stack.enter_async_context(bus.listening(subject, handler))
+    metrics.telling_workers.set_function(lambda: len(held.sizes()))
+    metrics.held_beginnings.set_function(lambda: sum(held.sizes()))
     return Placing(
         registry,
         lambda outcome: metrics.placements.labels(outcome).inc(),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from epd_common.beginnings import Beginning
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreRequest
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
 BEGINNINGS: ContextVar[Sequence[Beginning]] = ContextVar("epd_beginnings", default=())
@@ -21,21 +21,15 @@ BEGINNINGS: ContextVar[Sequence[Beginning]] = ContextVar("epd_beginnings", defau
 _ARGUMENT = "epd_beginnings"
 
 
-def attach(request: EngineCoreRequest) -> None:
-    """Give the engine the beginnings of a request, with the tokens that each of them has."""
-    beginnings = BEGINNINGS.get()
-    if not beginnings or not request.prompt_token_ids or request.sampling_params is None:
-        return
-    tokens = len(request.prompt_token_ids)
-    ends = {named.key: int(named.share * tokens) for named in beginnings}
-    request.sampling_params.extra_args = {
-        **(request.sampling_params.extra_args or {}),
-        _ARGUMENT: ends,
-    }
+def attach(params: SamplingParams) -> None:
+    """Give the engine the beginnings of the request with these parameters: the share that each has of it."""
+    if beginnings := BEGINNINGS.get():
+        shares = {named.key: named.share for named in beginnings}
+        params.extra_args = {**(params.extra_args or {}), _ARGUMENT: shares}
 
 
 def ends_of(request: Request) -> dict[str, int]:
     """The tokens of each beginning of a request, by their keys."""
     extra: dict[str, Any] = getattr(request.sampling_params, "extra_args", None) or {}
-    ends: dict[str, int] = extra.get(_ARGUMENT) or {}
-    return ends
+    shares: dict[str, float] = extra.get(_ARGUMENT) or {}
+    return {key: int(share * request.num_prompt_tokens) for key, share in shares.items()}

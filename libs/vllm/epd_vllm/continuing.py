@@ -30,6 +30,7 @@ class ContinuingLLM(AsyncLLM):
     :data:`~epd_vllm.beginnings.BEGINNINGS`."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        attach(kwargs["sampling_params"] if "sampling_params" in kwargs else args[1])
         tape = TAPE.get()
         async with contextlib.aclosing(super().generate(*args, **kwargs)) as outputs:
             async for output in outputs:
@@ -47,7 +48,6 @@ class ContinuingLLM(AsyncLLM):
         index: int,
         queue: RequestOutputCollector,
     ) -> None:
-        attach(request)
         tape = TAPE.get()
         if tape is None or not tape.to_tell:
             await super()._add_request(request, prompt, parent_req, index, queue)

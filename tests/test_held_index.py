@@ -194,7 +194,7 @@ def test_who_holds_more_of_a_request_comes_first() -> None:
     nearest = ranked("k", WORKERS)
     assert holders({}) == []
     assert holders({"w0": {"system"}, "w1": {"turn"}, "w2": {"other"}}) == ["w1", "w0"]
-    assert holders(dict.fromkeys(WORKERS, {"system"})) == nearest, "as by the hash"
+    assert holders({key: {"system"} for key in WORKERS}) == nearest, "as by the hash"
 
 
 def test_then_who_has_its_embeddings_unless_all_have() -> None:

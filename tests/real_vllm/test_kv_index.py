@@ -130,7 +130,7 @@ async def test_requests_go_where_their_beginning_is_until_it_is_evicted(
     assert await talks.holders(1, SYSTEM) == [one]
     for _ in range(3):
         assert await talks.ask(SYSTEM, next(questions)) == one, "the hash names the other"
-    strange = talks.questions(one, text="other things happen. " * 45)
+    strange = talks.questions(one, text="other things happen. " * 50)
     for _ in range(3):
         assert await talks.ask(next(strange)) == one
     assert await talks.holders(0, SYSTEM) == []

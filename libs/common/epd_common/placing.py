@@ -139,7 +139,7 @@ def holders_of(
         holds = held_by(worker)
         tokens = (named.tokens for named in reversed(beginnings) if named.key in holds)
         worth[worker] = (next(tokens, 0), near[worker] - everywhere)
-    best = [worker for worker in ranked(key, workers) if any(worth[worker])]
+    best = ranked(key, [worker for worker in workers if any(worth[worker])])
     return sorted(best, key=lambda worker: worth[worker], reverse=True)
 
 

@@ -18,7 +18,7 @@ from epd_common.tasks import end
 
 logger = logging.getLogger(__name__)
 
-GATHER_S = 0.05
+GATHER_S = 0.1
 """Changes within this time are one message."""
 
 

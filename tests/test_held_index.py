@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator, Set
 from functools import partial
 from pathlib import Path
@@ -193,7 +194,10 @@ def holders(
 def test_who_holds_more_of_a_request_comes_first() -> None:
     nearest = ranked("k", WORKERS)
     assert holders({}) == []
-    assert holders({"w0": {"system"}, "w1": {"turn"}, "w2": {"other"}}) == ["w1", "w0"]
+    for less, more in itertools.permutations(WORKERS, 2):
+        found = holders({less: {"system"}, more: {"system", "turn"}, "another": {"turn"}})
+        assert found == [more, less]
+    assert holders({"w2": {"other"}}) == []
     assert holders({key: {"system"} for key in WORKERS}) == nearest, "as by the hash"
 
 

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check audit chaos chaostest fmt clean
+.PHONY: help setup demo test extras check audit chaos chaostest fmt clean
 
 help: ## list the verbs
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -28,7 +28,10 @@ audit: setup ## ask an advisory service about the dependencies; fails where none
 
 test: setup ## every test that needs no Docker engine, with real vLLM on the CPU
 	$(BIN)/python -m pytest -n 2 -m "not vllm and not docker and not chaos" --durations=15
-	$(BIN)/python -m pytest -m "vllm and not docker" --durations=15
+	$(BIN)/python -m pytest -m "vllm and not docker and not extra" --durations=15
+
+extras: setup ## real vLLM with more models, as a drop-in of plain servers, and beside its own proxy; 5 minutes
+	$(BIN)/python -m pytest -m "extra and not docker" --durations=15
 
 chaostest: setup ## 1,500 requests while processes are killed; 3 minutes
 	$(BIN)/python -m pytest -m chaos -s

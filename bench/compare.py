@@ -4,6 +4,7 @@
     python -m bench.compare --workload azure --goodput --time-scale 2
     python -m bench.compare --workload random-mm --rate 2 --slow-encoder 5
     python -m bench.compare --workload random-mm --rate 2 --kill-encoder --rounds 3
+    python -m bench.compare --model models/shapes-qwen2vl --encoders 1 --pds 1 --concurrency 1 --images 4
 
 In each round every system gets the same requests at the same times, one system after the other; only the one
 that is measured runs. docs/benchmarks.md says what is alike on both sides, and what is not.
@@ -63,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--systems", default="ours,proxy", help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--model", default=shape.model, help="a folder, for real vLLM instead of simulated engines"
+    )
     parser.add_argument("--encoders", type=int, default=shape.encoders)
     parser.add_argument("--pds", type=int, default=shape.pds)
     parser.add_argument("--profile", choices=PROFILES, default=shape.profile)
@@ -97,9 +101,15 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             raise BenchError(f"--{name.replace('_', '-')} must be above 0")
     if arguments.kill_encoder and (arguments.encoders < 2 or arguments.goodput):
         raise BenchError("--kill-encoder needs two encoders or more, and no --goodput")
+    if arguments.model:
+        if not (Path(arguments.model) / "config.json").is_file():
+            raise BenchError(f"--model: {arguments.model} has no config.json")
+        if arguments.time_scale != 1 or arguments.slow_encoder != 1:
+            raise BenchError("--time-scale and --slow-encoder are for simulated engines")
     workload = workload_of(arguments)
     return Plan(
         shape=Shape(
+            model=arguments.model,
             encoders=arguments.encoders,
             pds=arguments.pds,
             profile=arguments.profile,
@@ -145,7 +155,7 @@ async def run(plan: Plan, arguments: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(
         f"{plan.workload.name}: {plan.workload.about}\n{plan.shape.encoders} encoders, "
-        f"{plan.shape.pds} PD workers, {plan.shape.profile} x {plan.shape.time_scale:g}, "
+        f"{plan.shape.pds} PD workers, {_engines(plan.shape)}, "
         f"{arguments.rounds} rounds, seed {arguments.seed}; {machine.processor}, {machine.cores} cores; "
         f"SLO {plan.slo.text}",
         highlight=False,
@@ -162,6 +172,12 @@ async def run(plan: Plan, arguments: argparse.Namespace) -> int:
         }
         await asyncio.to_thread(_write, arguments.out, json.dumps(whole, indent=1))
     return 0
+
+
+def _engines(shape: Shape) -> str:
+    if shape.model:
+        return f"real vLLM with {Path(shape.model).name}"
+    return f"{shape.profile} x {shape.time_scale:g}"
 
 
 def _write(path: Path, text: str) -> None:

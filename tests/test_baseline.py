@@ -262,6 +262,8 @@ async def test_encoder_killed_in_the_middle_of_a_measurement() -> None:
         (("--kill-encoder", "--encoders", "1"), "needs two encoders"),
         (("--systems", "ours,theirs"), "there is no theirs"),
         (("--workload", "nix"), "no workload 'nix'"),
+        (("--model", "nix"), "nix has no config.json"),
+        (("--model", "models/shapes-qwen2vl", "--slow-encoder", "5"), "for simulated engines"),
     ],
 )
 def test_comparison_refuses_nonsense(

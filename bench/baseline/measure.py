@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bench.baseline.systems import SYSTEMS, Shape, System
+from bench.baseline.systems import SERVED_MODEL, SYSTEMS, Shape, System
 from epd_bench.bodies import BodyMaker
 from epd_bench.client import Client, body_maker
 from epd_bench.goodput import Goodput, NoRateError, find_goodput
@@ -62,7 +62,7 @@ async def measure(plan: Plan, name: str, number: int, seed: int) -> Measurement:
         Client(system.url, timeout_s=plan.timeout_s) as client,
     ):
         await _warm_up(plan, client, seed)
-        bodies = body_maker("sim", seed, ignore_eos=True, temperature=None)
+        bodies = body_maker(SERVED_MODEL, seed, ignore_eos=True, temperature=None)
         bodies.pictures.prepare(plan.workload.sizes)
         if plan.search is not None:
             goodput = await _search(plan, plan.search, client, bodies, seed)
@@ -117,7 +117,7 @@ async def _search(
 
 
 async def _warm_up(plan: Plan, client: Client, seed: int) -> None:
-    bodies = body_maker("sim", seed + WARM_UP_SEED, ignore_eos=True, temperature=None)
+    bodies = body_maker(SERVED_MODEL, seed + WARM_UP_SEED, ignore_eos=True, temperature=None)
     requests = generate(plan.workload, seed + WARM_UP_SEED)
     for _ in range(plan.warm_up):
         request = next(requests)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import aiohttp
 
+from bench.baseline import vllm_server
 from bench.vllm_source import PROXY, extract
 from epd_bench.processes import cpu_seconds
 from epd_bench.target import Reading
@@ -25,6 +26,9 @@ from epd_cli.bench import LocalStack
 from epd_cli.server_process import dying_with_parent
 from epd_cli.stack import StackOptions, read_state, run_stack
 from epd_common.errors import EpdError
+
+SERVED_MODEL = "sim"
+"""The name that all systems answer to."""
 
 START_S = 60.0
 _POLL_S = 0.05
@@ -40,6 +44,7 @@ class Shape:
     """What is the same for all systems of a comparison.
 
     Attributes:
+        model: A folder with a model for real vLLM; without one engines are simulated.
         encoders: With 0 of them, PD workers encode as well.
         time_scale: All simulated times are multiplied by it.
         slow_encoder: The first encoder takes so many times as long.
@@ -48,6 +53,7 @@ class Shape:
         dynamic: The proxy watches its servers, which register with it, instead of taking them for granted.
     """
 
+    model: str = ""
     encoders: int = 2
     pds: int = 2
     profile: str = "qwen2.5-vl-7b-h100"
@@ -57,6 +63,11 @@ class Shape:
     arena_bytes: int = 2 << 30
     vllm_version: str = "0.32.0"
     dynamic: bool = False
+
+    @property
+    def start_s(self) -> float:
+        """How long a process may take to start."""
+        return vllm_server.START_S if self.model else START_S
 
 
 @dataclass(slots=True)
@@ -85,12 +96,13 @@ class System:
 
 @contextlib.asynccontextmanager
 async def ours(shape: Shape) -> AsyncIterator[System]:
-    """This project: gateway, encoders, PD workers, NATS and Valkey, on simulated engines."""
+    """This project: gateway, encoders, PD workers, NATS and Valkey."""
     environment = {
         "EPD_SIM_PROFILE": shape.profile,
         "EPD_SIM_TIME_SCALE": str(shape.time_scale),
         "EPD_SIM_DECODE": "true",
         "EPD_MAX_NUM_SEQS": str(shape.max_num_seqs),
+        "EPD_ENGINE_ARGS": f"--max-num-seqs {shape.max_num_seqs}",
         "EPD_PD_SLOTS": str(2 * shape.max_num_seqs),
         "EPD_ARENA_BYTES": str(shape.arena_bytes),
         "EPD_LOG_LEVEL": "warning",
@@ -100,9 +112,9 @@ async def ours(shape: Shape) -> AsyncIterator[System]:
         environment["EPD_SIM_SLOW_FACTOR"] = str(shape.slow_encoder)
     with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
         options = StackOptions(
-            engine="sim",
-            model="sim",
-            served_model="sim",
+            engine="vllm" if shape.model else "sim",
+            model=shape.model or "sim",
+            served_model=SERVED_MODEL,
             encoders=shape.encoders,
             pds=shape.pds,
             port=0,
@@ -126,7 +138,7 @@ async def ours(shape: Shape) -> AsyncIterator[System]:
 
 @contextlib.asynccontextmanager
 async def vllm_proxy(shape: Shape) -> AsyncIterator[System]:
-    """vLLM's example proxy, and simulated encoders and PD servers behind it."""
+    """vLLM's example proxy, and encoders and PD servers behind it."""
     async with _servers(shape) as servers:
         for number in range(shape.encoders):
             slow = shape.slow_encoder if number == 0 else 1.0
@@ -166,6 +178,14 @@ async def _servers(shape: Shape) -> AsyncIterator[_Servers]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def free_port() -> int:
+    """For programs that take no socket; somebody else may take the port first."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @dataclass(slots=True)
 class _Servers:
     """The processes of a baseline."""
@@ -181,6 +201,19 @@ class _Servers:
 
     async def start(self, role: str, name: str, slow_factor: float) -> None:
         shape = self.shape
+        if shape.model:
+            port = free_port()
+            command = vllm_server.serve_command(
+                shape.model,
+                role,
+                name=SERVED_MODEL,
+                files=self.arena,
+                port=port,
+                max_num_seqs=shape.max_num_seqs,
+            )
+            await self._run(role, name, command[1:])
+            await asyncio.to_thread((self.folder / f"{name}.port").write_text, str(port))
+            return
         await self._run(
             role,
             name,
@@ -194,10 +227,7 @@ class _Servers:
         )
 
     async def start_proxy(self, proxy: Path, urls: dict[str, list[str]], *, dynamic: bool) -> str:
-        # The proxy takes no socket; somebody else may take the port first.
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         listen = ["--host", "127.0.0.1", "--port", str(port)]
         static = ["--encode-servers-urls", ",".join(urls["encoder"])]
         static += ["--decode-servers-urls", ",".join(urls["pd"])]
@@ -224,8 +254,10 @@ class _Servers:
         return self._urls[role]
 
     async def counts(self) -> dict[str, int]:
-        """What all servers that live have counted."""
+        """What all servers that live have counted; real vLLM's do not."""
         total: dict[str, int] = {}
+        if self.shape.model:
+            return total
         for url in (url for urls in self._urls.values() for url in urls):
             with contextlib.suppress(aiohttp.ClientError):
                 async with self.http.get(f"{url}/counts") as response:
@@ -254,7 +286,7 @@ class _Servers:
         process: asyncio.subprocess.Process,
         check: Callable[[], Awaitable[bool]],
     ) -> None:
-        give_up = time.monotonic() + START_S
+        give_up = time.monotonic() + self.shape.start_s
         while not await check():
             if process.returncode is not None or time.monotonic() > give_up:
                 log = await asyncio.to_thread((self.folder / f"{name}.log").read_text)

@@ -13,7 +13,7 @@ from deployment import SMALL_MODEL
 
 from epd_cli.server_process import dying_with_parent
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.vllm, pytest.mark.extra, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")

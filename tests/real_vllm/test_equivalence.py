@@ -73,6 +73,7 @@ async def test_trained_model(small: Deployment) -> None:
     assert right / known >= MIN_RIGHT, f"{right} of {known}"
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("name", MODELS)
 async def test_random_models(deployments: Deployments, name: str) -> None:
     deployment = await deployments.get(name)

@@ -20,7 +20,7 @@ from plain_serve import NAME, QUOTA_BYTES, WAIT_S, Part, PlainServe, plain_serve
 from epd_common.store.embedding import HEADER_BYTES, pack_header, unpack_header
 from models import shapes
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.extra, pytest.mark.timeout(600)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Literal
@@ -61,7 +62,13 @@ class Connections:
         )
 
     async def pull(
-        self, stack: AsyncExitStack, stage: Stage, *, slots: int, ahead_s: float = 0.0
+        self,
+        stack: AsyncExitStack,
+        stage: Stage,
+        *,
+        slots: int,
+        ahead_s: float = 0.0,
+        load: Callable[[], int] | None = None,
     ) -> JobPuller:
         """A puller of the model's queue, open as long as the stack is.
 
@@ -82,6 +89,7 @@ class Connections:
                 slots=slots,
                 last_lane_slots=background_slots(slots) if stage == "generate" else slots,
                 ahead_s=ahead_s,
+                load=load,
                 worker=settings.worker_id,
                 home=bool(home),
             )

@@ -15,7 +15,7 @@ import msgspec
 from epd_common.ingest.body import CHAT, COMPLETIONS, CONTENT_FIELDS, RESPONSES
 from epd_common.ingest.contents import PROMPT_FIELDS, parts_of
 from epd_common.ingest.parts import text_of
-from epd_common.protocol import Item
+from epd_common.protocol import GenerateJob, Item
 
 CHARACTERS_PER_TOKEN = 4
 """As is usual for English."""
@@ -97,6 +97,11 @@ def work_of(
     ]
     shown = [estimates[number] for number in references(route, body)]
     return _work(route, body, len(shown), sum(shown), max_model_len)
+
+
+def prompt_tokens_at_sight(job: GenerateJob) -> int:
+    """About how long a job's prompt is, as its message shows without its body being read."""
+    return sum(map(rows_by_size, job.items)) + len(job.body) // CHARACTERS_PER_TOKEN
 
 
 def rows_by_size(item: Item) -> int:

@@ -56,6 +56,7 @@ class Puller(Generic[Job]):
         slots: Jobs in work at once.
         ahead_s: See :class:`WorkAhead`.
         start: Begins a job; it is told when that was published.
+        load: How loaded the worker is, from 0 to 9; by the number of its jobs, if it is not given.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class Puller(Generic[Job]):
         slots: int,
         ahead_s: float,
         start: Callable[[Job, float], None],
+        load: Callable[[], int] | None = None,
     ) -> None:
         self._queue = queue
         self._events = events
         self._order = LaneOrder(waits_s)
         self._work = WorkAhead(ahead_s, slots)
         self._start = start
+        self._load = load or (lambda: load_level(self._work.busy))
         self._level = 0
         self._pull()
 
@@ -88,6 +91,12 @@ class Puller(Generic[Job]):
         self._work.ended(self._events.now)
         self._pull()
 
+    def renew(self) -> None:
+        """The load is another one."""
+        if self._load() != self._level:
+            self._queue.forget(self, self._level)
+            self._pull()
+
     def _begin(self, lane: int, published: float, job: Job) -> None:
         self._order.took(lane, published=published, now=self._events.now)
         self._work.began(self._events.now)
@@ -101,6 +110,6 @@ class Puller(Generic[Job]):
                     break
                 self._order.found_empty(lane, now=self._events.now)
             else:
-                self._level = load_level(self._work.busy)
+                self._level = self._load()
                 self._queue.wait(self, self._level)
                 return

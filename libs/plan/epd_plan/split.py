@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from epd_common.backlog import Backlog, Share
 from epd_common.early import may_enter_early
 from epd_common.protocol.lanes import encode_lane, generate_lane, lane_waits_s
 from epd_common.urgency import engine_priority
@@ -117,7 +118,11 @@ class _Pd:
     def __init__(self, system: Split) -> None:
         self._system = system
         shape = system.shape
-        self._answerer = Answerer(system.events, shape, system.record, self._ended)
+        self._backlog = Backlog()
+        self._shares: dict[Asked, Share] = {}
+        self._answerer = Answerer(
+            system.events, shape, system.record, self._ended, first=self._prefilled
+        )
         self.device = self._answerer.device
         self._core = Servers(1)
         self._end = system.way.own_end()
@@ -130,9 +135,11 @@ class _Pd:
             slots=shape.pd_slots,
             ahead_s=0.0,
             start=self._start,
+            load=lambda: self._backlog.level,
         )
 
     def _start(self, asked: Asked, published: float) -> None:
+        self._shares[asked] = self._backlog.add(asked.demand.estimate)
         asked.sequence.priority = engine_priority(
             0,
             published=published,
@@ -182,5 +189,10 @@ class _Pd:
             text_before=demand.text_before,
         )
 
+    def _prefilled(self, asked: Asked) -> None:
+        self._shares[asked].prefilled()
+        self._puller.renew()
+
     def _ended(self, asked: Asked) -> None:
+        self._shares.pop(asked).end()
         self._puller.release()

@@ -104,19 +104,25 @@ class Answerer:
     """An engine with the requests that are in it, and with the embeddings that are pinned for them."""
 
     def __init__(
-        self, events: Events, shape: Shape, record: Record, ended: Callable[[Asked], None]
+        self,
+        events: Events,
+        shape: Shape,
+        record: Record,
+        ended: Callable[[Asked], None],
+        first: Callable[[Asked], None] = lambda asked: None,
     ):
         self.device = Device(events)
         self.pinned: Counter[str] = Counter()
         self._record = record
         self._inside: dict[Sequence, Asked] = {}
         self._ended = ended
+        self._first_told = first
         self._engine = Engine(
             self.device,
             shape.profile,
             max_num_seqs=shape.max_num_seqs,
             is_here=lambda key: self.pinned[key] > 0,
-            first=lambda sequence: record.first(self._inside[sequence]),
+            first=self._first,
             last=self._last,
         )
 
@@ -129,6 +135,11 @@ class Answerer:
         """An embedding is here for one request."""
         self.pinned[thing.key] += 1
         self._engine.wake()
+
+    def _first(self, sequence: Sequence) -> None:
+        asked = self._inside[sequence]
+        self._record.first(asked)
+        self._first_told(asked)
 
     def _last(self, sequence: Sequence) -> None:
         asked = self._inside.pop(sequence)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from epd_common.backlog import Share
 from epd_common.beginnings import Beginning, beginnings_of
 from epd_common.costs import work_of
 from epd_common.engines import AnswerHead, AnswerPiece, EngineInfo, PdEngine, Told
@@ -47,6 +48,7 @@ class Attempt:
     Attributes:
         number: Which delivery of its job this is, from 1.
         published: When the job was, by the broker's clock.
+        share: What it adds to the worker's backlog.
         keys: Of its items; those of raw ones only once it is prepared.
         arrivals: What it waits for, once it is prepared.
         beginnings: By which others know its prompt, once it is prepared.
@@ -56,6 +58,7 @@ class Attempt:
     number: int
     published: float
     writer: FrameWriter
+    share: Share
     keys: list[str] = field(default_factory=list)
     arrivals: Arrivals | None = None
     beginnings: list[Beginning] = field(default_factory=list)
@@ -164,10 +167,12 @@ class Answering:
             [None] * len(prepared.items),
             max_model_len=self._info.max_model_len,
         )
+        prompt_tokens = work.text + (work.visual or 0)
+        attempt.share.estimate(prompt_tokens)
         prepared.body["priority"] = engine_priority(
             job.priority,
             published=attempt.published,
-            prompt_tokens=work.text + (work.visual or 0),
+            prompt_tokens=prompt_tokens,
             long_wait_s=self._long_wait_s,
         )
         media = await self._raw_media(prepared.items)
@@ -253,6 +258,7 @@ class Answering:
                 if isinstance(part, AnswerHead):
                     await writer.head(part.status, part.content_type)
                 else:
+                    attempt.share.prefilled()
                     await writer.data(part)
         if not self._engine.alive:
             raise UpstreamError("the engine died while it answered", stage="generate")

@@ -8,8 +8,10 @@ from collections import Counter
 
 import msgspec
 
+from epd_common.backlog import Backlog
 from epd_common.bus import Bus, Delivery
 from epd_common.bus.streams import MAX_DELIVERIES
+from epd_common.costs import prompt_tokens_at_sight
 from epd_common.deadlines import bounded
 from epd_common.errors import (
     ConflictError,
@@ -45,6 +47,7 @@ class GenerateHandler:
         cancels: Cancels,
         replays: Replays,
         worker: str,
+        backlog: Backlog,
         deadline_s: float,
         counters: Counter[str],
     ) -> None:
@@ -54,6 +57,7 @@ class GenerateHandler:
         self._cancels = cancels
         self._replays = replays
         self._worker = worker
+        self._backlog = backlog
         self._deadline_s = deadline_s
         self._counters = counters
         self._running: dict[str, int] = {}
@@ -86,8 +90,14 @@ class GenerateHandler:
             return
         self._running[job.request_id] = delivery.sequence
         writer = self._writer(job, delivery, self._replays)
+        share = self._backlog.add(prompt_tokens_at_sight(job))
         attempt = Attempt(
-            job, delivery.attempt, delivery.published, writer, [item.key for item in job.items]
+            job,
+            delivery.attempt,
+            delivery.published,
+            writer,
+            share,
+            [item.key for item in job.items],
         )
         try:
             async with delivery:
@@ -95,6 +105,7 @@ class GenerateHandler:
                     # A job that is given back keeps its place among those who wait.
                     await self._answering.let_go(attempt)
         finally:
+            share.end()
             del self._running[job.request_id]
 
     def _count(self, outcome: str, delivery: Delivery) -> None:

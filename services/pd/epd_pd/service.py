@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
+from epd_common.backlog import Backlog
 from epd_common.bus import Registry
 from epd_common.bus.exhausted import burying_exhausted
 from epd_common.connections import connect
@@ -100,6 +101,7 @@ class PdService:
                 await stack.enter_async_context(
                     telling_what_is_held(parts.bus, engine.kept, worker=settings.worker_id)
                 )
+            backlog = Backlog()
             handler = GenerateHandler(
                 bus=parts.bus,
                 answering=answering,
@@ -107,13 +109,16 @@ class PdService:
                 cancels=cancels,
                 replays=replays,
                 worker=settings.worker_id,
+                backlog=backlog,
                 deadline_s=settings.deadline_s,
                 counters=counters,
             )
             await stack.enter_async_context(
                 burying_exhausted(parts.bus, "generate", handler.exhausted)
             )
-            generate = await parts.pull(stack, "generate", slots=settings.pd_slots)
+            generate = await parts.pull(
+                stack, "generate", slots=settings.pd_slots, load=lambda: backlog.level
+            )
             await stack.enter_async_context(
                 looking_into_other_places(
                     parts.bus,

@@ -19,7 +19,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -85,6 +85,7 @@ class JobPuller:
         waits_s: How much longer a job of each lane may wait; see ``LaneOrder``.
         slots: How many jobs may be in work here at once.
         ahead_s: Seconds of work that are taken ahead; see ``WorkAhead``.
+        load: How loaded the worker is, from 0 to 9; by the number of its jobs, if it is not given.
         last_lane_slots: Jobs of the last lane are fetched while fewer than so many are in work.
         home: The first consumer is that of jobs that are meant for this worker.
     """
@@ -100,6 +101,7 @@ class JobPuller:
         last_lane_slots: int,
         worker: str,
         ahead_s: float = 0.0,
+        load: Callable[[], int] | None = None,
         home: bool = False,
     ) -> None:
         self._bus = bus
@@ -107,6 +109,7 @@ class JobPuller:
         self._worker = worker
         self.slots = slots
         self._work = WorkAhead(ahead_s, slots)
+        self._load = load or (lambda: load_level(self.busy))
         self._last_lane_slots = last_lane_slots
         self._lanes = [
             _Lane(number, name, bus.client.new_inbox()) for number, name in enumerate(consumers)
@@ -188,6 +191,7 @@ class JobPuller:
                 continue
             self._work.began(time.monotonic())
             yield Delivery(self._bus, self.stage, self._worker, message)
+            await asyncio.sleep(0)  # the job begins, so the next pull knows how much work it is
         await self._close_pulls(self._all)
         await self._give_back_arrived()
 
@@ -212,11 +216,6 @@ class JobPuller:
     @property
     def _free(self) -> int:
         return self.slots - self.busy
-
-    @property
-    def _load(self) -> int:
-        """From 0 to 9."""
-        return load_level(self.busy)
 
     def _may_open(self, lane: _Lane) -> bool:
         if self._stopping or self._is_open(lane) or time.monotonic() < lane.rests_until:
@@ -293,7 +292,7 @@ class JobPuller:
     async def _wait(self) -> Msg | None:
         """Leave pulls open on the lowest lanes, and wait for whichever job comes first."""
         plenty = self._free >= 2 * len(self._lanes)
-        long_s = LOADED_WAIT_S if self._load else LONG_WAIT_S
+        long_s = LOADED_WAIT_S if self._load() else LONG_WAIT_S
         wait_s = long_s if plenty else SHORT_WAIT_S
         lanes = self._lanes
         if self._home and time.monotonic() - self._home.took_at > HOME_QUIET_S:
@@ -341,7 +340,7 @@ class JobPuller:
             await self._changed.wait()
 
     async def _pull(self, lane: _Lane, *, wait_s: float) -> None:
-        load = _LEAST_URGENT if lane is self._elsewhere else self._load
+        load = _LEAST_URGENT if lane is self._elsewhere else self._load()
         request: dict[str, object] = {"batch": 1, "group": LOAD_GROUP, "priority": load}
         request |= {"expires": int(wait_s * 1e9)} if wait_s else {"no_wait": True}
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{STREAMS[self.stage]}.{lane.consumer}"

@@ -4,6 +4,10 @@ A PD service runs in this process, so that its engine can be called directly (vL
 over ASGI, as the service itself does) between requests that go the whole way: HTTP to the gateway, NATS,
 the service, and back. The embedding of the warm image is pinned for the direct calls.
 
+The whole way is counted from the first byte of a request, which was encoded before, to the last byte of its
+answer, over one connection that stays open. The client does no more than that, as it shares its process with
+the PD service and the engine's front: what a client library takes is not this project's.
+
     python -m bench.overhead [--requests 200] [--model models/shapes-qwen2vl] [--json FILE]
 """
 
@@ -25,8 +29,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
 
 from epd_cli.brokers import embedded_brokers
 from epd_cli.processes import ServiceProcess
@@ -50,8 +53,31 @@ class Rig:
 
     engine: VllmPdEngine
     pins: Path
-    client: httpx.AsyncClient
+    client: PlainClient
     model: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlainClient:
+    """One connection on which requests are sent in turn."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def post(self, path: str, body: bytes) -> bytes:
+        """The body of the answer.
+
+        Raises:
+            RuntimeError: it is another one than 200.
+        """
+        head = f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        self.writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        head_told = (await self.reader.readuntil(b"\r\n\r\n")).lower()
+        size = int(head_told.partition(b"content-length:")[2].partition(b"\r\n")[0])
+        answer = await self.reader.readexactly(size)
+        if not head_told.startswith(b"http/1.1 200"):
+            raise RuntimeError(answer.decode())
+        return answer
 
 
 async def main() -> int:
@@ -98,9 +124,10 @@ def _body(model: str, content: list[dict[str, Any]]) -> dict[str, Any]:
 async def measure(rig: Rig, body: dict[str, Any], requests: int) -> dict[str, Any]:
     """Both ways in turn; times in ms, and what the whole way adds to the engine alone."""
 
+    encoded = json.dumps(body).encode()
+
     async def whole() -> None:
-        response = await rig.client.post(CHAT, json=body)
-        response.raise_for_status()
+        await rig.client.post(CHAT, encoded)
 
     await whole()  # encoded once, if it has an image
     content = body["messages"][0]["content"]
@@ -212,7 +239,10 @@ async def rig(model: str) -> AsyncIterator[Rig]:
                     await serving
                 await asyncio.sleep(0.2)
         url = next(view.record.phase for view in registry.workers("gateway"))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+        address = urlsplit(url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        stack.callback(writer.close)
+        client = PlainClient(reader, writer)
         yield Rig(engines[0], arena / "pins" / "pd-1", client, name)
 
 

@@ -101,6 +101,8 @@ class FakeEncoderEngine:
         self.deadly: bytes | None = None
         self.encoded: list[str] = []
         """Keys whose encode began."""
+        self.in_tower: list[bytes] = []
+        """Pictures that were prepared and then let in."""
         self.inside = self.most_inside = 0
         """Encodes that run now, and at most at once."""
 
@@ -143,8 +145,9 @@ class FakeEncoderEngine:
     async def _encode(
         self, key: str, data: bytes, modality: str, on_sized: OnSized
     ) -> StagedEmbedding:
-        if self.sizes:
-            await on_sized(header(key, data, self._info.fingerprint, modality).metadata)
+        sized = header(key, data, self._info.fingerprint, modality).metadata
+        await on_sized(sized if self.sizes else {})
+        self.in_tower.append(data)
         await self.gate.wait()
         if data == self.deadly:
             self.die()

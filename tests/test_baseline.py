@@ -45,6 +45,7 @@ async def server(role: str, arena: Path) -> AsyncIterator[httpx.AsyncClient]:
             time_scale=1.0,
             slow_factor=1.0,
             max_num_seqs=8,
+            decodes=True,
         )
     )
     transport = httpx.ASGITransport(app)

@@ -1074,3 +1074,26 @@ async def test_waiting_until_a_model_is_served(bus: Bus, model: str) -> None:
         async with announce(bus, lambda number: beat, every_s=1):
             await waiting
             assert registry.models() == [model]
+
+
+async def test_a_handler_that_fails_where_messages_are_read_costs_that_message(
+    nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def hear(subject: str, data: bytes) -> None:
+        if data == b"bad":
+            raise ValueError("no")
+        heard.put_nowait(data)
+
+    async with Bus(nats_url, name="hears") as bus:
+        subject = f"test.{secrets.token_hex(4)}"
+        async with bus.hearing(subject, hear):
+            for data in (b"one", b"bad", b"two"):
+                await bus.emit_bytes(subject, data)
+            async with asyncio.timeout(10):
+                assert [await heard.get(), await heard.get()] == [b"one", b"two"]
+        assert "could not be handled" in caplog.text
+        await bus.emit_bytes(subject, b"late")
+        await bus.flush()
+        assert heard.empty()

@@ -51,6 +51,7 @@ from epd_common.store import (
     RedisEmbeddingStore,
 )
 from epd_common.store.embedding import pack_header, payload_checksum
+from epd_common.store.shared_connection import SharingRedis
 from epd_gateway.app import GENERATE_ROUTES
 from epd_pd.answering import ROUTES
 from epd_pd.settings import PdSettings
@@ -525,13 +526,13 @@ async def test_fc10_more_tokens_make_no_more_lookups(
 ) -> None:
     """What is asked of Valkey depends on a request's items, not on how long its answer is."""
     commands: list[Any] = []
-    execute = redis.asyncio.Redis.execute_command
+    execute = SharingRedis.execute_command
 
     async def noted(client: Any, *args: Any, **options: Any) -> Any:
         commands.append(args[0])
         return await execute(client, *args, **options)
 
-    monkeypatch.setattr(redis.asyncio.Redis, "execute_command", noted)
+    monkeypatch.setattr(SharingRedis, "execute_command", noted)
     data = picture()
     await stack.ask("warm", data)
     asked: list[list[Any]] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import struct
-import threading
 import zlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -213,14 +212,15 @@ class Blocker:
     """Stands in for the decode: each call waits in its thread until it is let go."""
 
     def __init__(self) -> None:
-        self.started = threading.Semaphore(0)
-        self.go = threading.Event()
+        self.started = asyncio.Semaphore(0)
+        self.go = asyncio.Event()
         self.seen: list[bytes] = []
 
-    def __call__(self, data: bytes, _: int) -> Picture:
+    async def __call__(self, data: bytes, _: int) -> Picture:
         self.seen.append(data)
         self.started.release()
-        assert self.go.wait(10)
+        async with asyncio.timeout(10):
+            await self.go.wait()
         return Picture("image/png", 1, 1)
 
 
@@ -235,7 +235,7 @@ async def test_a_full_queue_is_answered_429(blocker: Blocker) -> None:
     limits = IngestLimits(decode_workers=1, decode_queue=1)
     async with PictureChecker(limits) as checker, asyncio.TaskGroup() as group:
         running = group.create_task(checker.check(FILES["png"], place="a"))
-        await asyncio.to_thread(blocker.started.acquire)
+        await blocker.started.acquire()
         waiting = group.create_task(checker.check(FILES["png"], place="b"))
         await asyncio.sleep(0)
         with pytest.raises(BusyError) as caught:
@@ -245,10 +245,10 @@ async def test_a_full_queue_is_answered_429(blocker: Blocker) -> None:
         assert await running == await waiting == Picture("image/png", 1, 1)
 
 
-async def test_a_cancelled_check_frees_its_slot_when_the_thread_ends(blocker: Blocker) -> None:
+async def test_a_cancelled_check_frees_its_slot_when_the_decode_ends(blocker: Blocker) -> None:
     async with PictureChecker(IngestLimits(decode_workers=1)) as checker:
         check = asyncio.ensure_future(checker.check(FILES["png"], place=PLACE))
-        await asyncio.to_thread(blocker.started.acquire)
+        await blocker.started.acquire()
         check.cancel()
         with pytest.raises(asyncio.CancelledError):
             await check
@@ -264,9 +264,9 @@ async def test_another_tenants_picture_waits_behind_nobody(blocker: Blocker) -> 
     ):
         for _ in range(20):
             group.create_task(checker.check(FILES["png"], place="a", owner="a"))
-        await asyncio.to_thread(blocker.started.acquire)
+        await blocker.started.acquire()
         group.create_task(checker.check(FILES["gif"], place="b", owner="b"))
-        await asyncio.to_thread(blocker.started.acquire)
+        await blocker.started.acquire()
         blocker.go.set()
         assert blocker.seen[:2] == [FILES["png"], FILES["gif"]]
 
@@ -274,7 +274,7 @@ async def test_another_tenants_picture_waits_behind_nobody(blocker: Blocker) -> 
 async def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[bytes] = []
 
-    def decode(_: object, data: bytes, __: int) -> Picture:
+    async def decode(_: object, data: bytes, __: int) -> Picture:
         order.append(data[-2:])
         return Picture("image/png", 1, 1)
 
@@ -296,7 +296,7 @@ async def test_what_took_too_much_is_not_tried_again(
 ) -> None:
     tried = 0
 
-    def decode(*_: object) -> Picture:
+    async def decode(*_: object) -> Picture:
         nonlocal tried
         tried += 1
         raise fault

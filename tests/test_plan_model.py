@@ -189,7 +189,10 @@ def test_prefill_begins_before_the_last_picture() -> None:
     early = run(one, 0.2, 40, **in_order)
     held_outside = run(one, 0.2, 40, max_incomplete=0, **in_order)
     assert early.ttft.p50 < held_outside.ttft.p50 - 0.05
-    assert early.ttft.p50 < run(one, 0.2, 40, encoders=1).ttft.p50 - 0.03, "the first comes first"
+    raced = run(one, 0.2, 40, encoders=1)
+    assert early.ttft.p50 == pytest.approx(raced.ttft.p50, abs=0.01), "the first goes first anyway"
+    fan_in = run(one, 0.2, 40, encoders=1, system="fan-in")
+    assert raced.ttft.p50 < 0.9 * fan_in.ttft.p50
 
 
 def test_pictures_hold_up_tokens_where_one_device_does_both() -> None:

@@ -20,6 +20,7 @@ from epd_cli.brokers import embedded_brokers
 from epd_common.errors import UnavailableError
 from epd_common.store import (
     Arena,
+    ArenaFullError,
     Embedding,
     EmbeddingHeader,
     EmbeddingStore,
@@ -624,6 +625,52 @@ async def test_a_lost_chunk_is_none(redis: Redis) -> None:
         assert await store.get(given.header.key) is None
         await store.put(given)
         assert same(await store.get(given.header.key), given)
+
+
+async def test_bringing_is_verified_and_leaves_all_or_nothing(
+    redis: Redis, arena: Arena, root: Path
+) -> None:
+    store = RedisEmbeddingStore(redis, ttl_s=TTL_S)
+    given = embedding(9 * MB)
+    key = given.header.key
+    assert await store.bring(key, arena, lambda _: True) is None
+    await store.put(given)
+    assert await store.bring(key, arena, lambda _: True) == given.header
+    assert same(await arena.get(key), given)
+    assert await store.contains(key), "it is a copy"
+    await arena.delete(key)
+    await redis.setrange(f"epd:v1:emb:{key}:2", 100, b"\xaa\x55\xaa\x55")  # of the last part
+    assert await store.bring(key, arena, lambda _: True) is None
+    assert not await arena.contains(key) and list(arena.staging.iterdir()) == []
+    assert not await store.contains(key), "who makes it again can put it"
+    await store.aclose()
+
+
+async def test_what_does_not_fit_is_not_brought_but_deleted(redis: Redis, arena: Arena) -> None:
+    store = RedisEmbeddingStore(redis, ttl_s=TTL_S)
+    given = embedding()
+    await store.put(given)
+    asked: list[EmbeddingHeader] = []
+    assert await store.bring(given.header.key, arena, asked.append) is None  # type: ignore[arg-type]
+    assert asked == [given.header]
+    assert not await arena.contains(given.header.key)
+    assert not await store.contains(given.header.key)
+
+
+async def test_a_full_arena_says_so_and_the_store_keeps_what_it_has(
+    redis: Redis, arena: Arena
+) -> None:
+    """It is the arena's fault, and not that of Valkey, nor of the embedding."""
+    store = RedisEmbeddingStore(redis, ttl_s=TTL_S)
+    pinned, given = embedding(60 * MB), embedding(9 * MB)
+    await arena.put(pinned)
+    assert arena.pin(pinned.header.key)
+    await store.put(given)
+    with pytest.raises(ArenaFullError):
+        await store.bring(given.header.key, arena, lambda _: True)
+    assert list(arena.staging.iterdir()) == []
+    assert same(await store.get(given.header.key), given)
+    await store.delete(given.header.key)
 
 
 @pytest.mark.parametrize("junk", [b"", b"junk", b"\x00" * HEADER_BYTES])

@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--time-scale", type=float, default=1.0)
     parser.add_argument("--slow-factor", type=float, default=1.0)
     parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--no-decode", dest="decodes", action="store_false")
     arguments = parser.parse_args()
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         config = uvicorn.Config(
@@ -85,7 +86,7 @@ def make_app(arguments: argparse.Namespace) -> FastAPI:
             engine: SimEncoderEngine | SimPdEngine = SimEncoderEngine(
                 options, staging=arena.staging
             )
-            encoding = Encoding(engine, arena, options.profile, counts)
+            encoding = Encoding(engine, arena, options.profile, counts, arguments.decodes)
             roles["encoder"] = EncoderRole(encoding, arguments.model)
         else:
             encodes = arguments.role == "colocated"
@@ -95,7 +96,7 @@ def make_app(arguments: argparse.Namespace) -> FastAPI:
                 max_num_seqs=arguments.max_num_seqs,
                 encode="always" if encodes else "never",
             )
-            encoding = Encoding(engine, arena, options.profile, counts)
+            encoding = Encoding(engine, arena, options.profile, counts, arguments.decodes)
             roles["pd"] = PdRole(engine, arena, encoding if encodes else None)
         await engine.start(lambda phase: None)
         try:

@@ -49,6 +49,7 @@ class Shape:
         time_scale: All simulated times are multiplied by it.
         slow_encoder: The first encoder takes so many times as long.
         max_num_seqs: Sequences that a PD worker's engine runs at once.
+        decodes: Encoders decode pictures, as real ones do.
         vllm_version: Whose proxy it is.
         dynamic: The proxy watches its servers, which register with it, instead of taking them for granted.
     """
@@ -60,6 +61,7 @@ class Shape:
     time_scale: float = 1.0
     slow_encoder: float = 1.0
     max_num_seqs: int = 64
+    decodes: bool = True
     arena_bytes: int = 2 << 30
     vllm_version: str = "0.32.0"
     dynamic: bool = False
@@ -100,7 +102,7 @@ async def ours(shape: Shape) -> AsyncIterator[System]:
     environment = {
         "EPD_SIM_PROFILE": shape.profile,
         "EPD_SIM_TIME_SCALE": str(shape.time_scale),
-        "EPD_SIM_DECODE": "true",
+        "EPD_SIM_DECODE": str(shape.decodes).lower(),
         "EPD_MAX_NUM_SEQS": str(shape.max_num_seqs),
         "EPD_ENGINE_ARGS": f"--max-num-seqs {shape.max_num_seqs}",
         "EPD_PD_SLOTS": str(2 * shape.max_num_seqs),
@@ -223,6 +225,7 @@ class _Servers:
                 *("--port-file", str(self.folder / f"{name}.port")),
                 *("--profile", shape.profile, "--time-scale", str(shape.time_scale)),
                 *("--slow-factor", str(slow_factor), "--max-num-seqs", str(shape.max_num_seqs)),
+                *(() if shape.decodes else ("--no-decode",)),
             ],
         )
 

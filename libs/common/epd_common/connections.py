@@ -18,10 +18,10 @@ from epd_common.protocol.subjects import Stage
 from epd_common.settings import WorkerSettings
 from epd_common.store import (
     Arena,
-    EmbeddingStore,
     KeyStates,
     MediaStore,
     RedisEmbeddingStore,
+    RemoteStore,
     Suspects,
     open_redis,
 )
@@ -40,7 +40,7 @@ class Connections:
     worker: Worker
     states: KeyStates
     media: MediaStore
-    remote: list[EmbeddingStore]
+    remote: list[RemoteStore]
 
     def encoding(self, engine: EncoderEngine, info: EngineInfo) -> Encoding:
         """Makes embeddings with this worker's engine."""
@@ -125,16 +125,16 @@ async def connect(
     await stack.enter_async_context(sweeping(arena))
     worker = await stack.enter_async_context(Worker(bus, settings, arena, role=role, slots=slots))
     worker.shows("arena", arena.report)
-    remote: list[EmbeddingStore] = []
+    remote: list[RemoteStore] = []
     if "redis" in settings.stores:
-        remote.append(
-            RedisEmbeddingStore(
-                redis,
-                ttl_s=settings.embedding_ttl_s,
-                bound_bytes=settings.redis_embedding_bytes,
-                counters=worker.counters,
-            )
+        store = RedisEmbeddingStore(
+            redis,
+            ttl_s=settings.embedding_ttl_s,
+            bound_bytes=settings.redis_embedding_bytes,
+            counters=worker.counters,
         )
+        stack.push_async_callback(store.aclose)
+        remote.append(store)
     return Connections(
         settings=settings,
         bus=bus,

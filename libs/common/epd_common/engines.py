@@ -167,8 +167,8 @@ class EncoderEngine(Protocol):
         """Encode one item; calls that run at the same time share batches.
 
         Args:
-            on_sized: Is awaited with the item's metadata as soon as they are known, which is before the
-                model runs.
+            on_sized: Is awaited when the item is prepared, with its metadata as far as they are known, which
+                may be not at all. It may take its time; the model runs once it has returned.
 
         Raises:
             epd_common.errors.BadRequestError: these bytes can never be encoded.

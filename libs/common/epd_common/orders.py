@@ -226,6 +226,8 @@ class Orders:
             await self._media.delete_body(ref, owner=context.owner)
 
     async def _submit(self, job: GenerateJob, context: OrderContext) -> Submitted:
+        if not job.items:
+            return await self._submit_text(job, context)
         claims = await self.claim(job.items, context)
         encodes = self.publish_encodes(job.items, claims, context)
         generate = self.publish_generate(job, background=context.background, place=context.place)
@@ -239,6 +241,16 @@ class Orders:
             raise failures[0]
         assert isinstance(sequence, int)
         return Submitted(claims, sequence, job.body_ref)
+
+    async def _submit_text(self, job: GenerateJob, context: OrderContext) -> Submitted:
+        try:
+            sequence = await self.publish_generate(
+                job, background=context.background, place=context.place
+            )
+        except BaseException:
+            await self.withdraw(job, 0, "not submitted whole")
+            raise
+        return Submitted([], sequence, job.body_ref)
 
     async def withdraw(self, job: GenerateJob, sequence: int, reason: str) -> None:
         """Take a request back wherever it is: off its queue, from who works on it, and from who waits.

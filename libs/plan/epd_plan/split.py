@@ -9,6 +9,7 @@ from functools import partial
 from epd_common.backlog import Backlog, Share
 from epd_common.early import may_enter_early
 from epd_common.protocol.lanes import encode_lane, generate_lane, lane_waits_s
+from epd_common.turns import Turns
 from epd_common.urgency import engine_priority
 from epd_plan.demand import Thing
 from epd_plan.device import Device
@@ -82,7 +83,9 @@ class _Encoder:
     def __init__(self, system: Split, number: int, device: Device | None) -> None:
         self._system = system
         shape = system.shape
-        self._encoder = Encoder(system.events, shape, system.way, number=number, device=device)
+        self._encoder = Encoder(
+            system.events, shape, system.way, number=number, device=device, turns=Turns()
+        )
         self.device = self._encoder.device
         self._puller: Puller[Thing] = Puller(
             system.encodes,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
+from epd_common.turns import Place, Turns
 from epd_plan.demand import Thing
 from epd_plan.device import Device, Engine, Tower
 from epd_plan.events import Events
@@ -68,10 +70,21 @@ class Way:
 
 
 class Encoder:
-    """Makes embeddings: its core looks at the media, its tower encodes, its end of the way writes."""
+    """Makes embeddings: its core looks at the media, its tower encodes, its end of the way writes.
+
+    Args:
+        turns: Lets items into the tower; without it, all that are there.
+    """
 
     def __init__(
-        self, events: Events, shape: Shape, way: Way, *, number: int, device: Device | None = None
+        self,
+        events: Events,
+        shape: Shape,
+        way: Way,
+        *,
+        number: int,
+        device: Device | None = None,
+        turns: Turns | None = None,
     ) -> None:
         factor = shape.slow_factor * (1.0 if number else shape.slow_first)
         self.device = device or Device(events, slow_factor=factor)
@@ -84,10 +97,13 @@ class Encoder:
         self._way = way
         self._end = way.own_end()
         self._race = random.Random(number)
+        self._turns = turns
+        self._waiting: dict[Place, Callable[[], None]] = {}
 
     def encode(self, thing: Thing, written: Callable[[], None]) -> None:
         """Encode an item, and tell when its embedding can be read."""
         now = self._events.now
+        place = self._turns.arrive(now) if self._turns is not None else Place(0, 0)
         seen = self._core.serve(now, self._costs.encode_job_s)
         if self._decodes:
             decode_s = self._costs.pixel_s * thing.pixels
@@ -96,8 +112,27 @@ class Encoder:
 
         def encoded() -> None:
             self._events.at(self._way.written_at(self._end, thing), written)
+            if self._turns is not None:
+                self._turns.leave(place)
+                self._let_in(self._turns)
 
-        self._events.at(seen, self._tower.encode, thing.rows, encoded)
+        self._events.at(
+            seen, self._prepared, place, partial(self._tower.encode, thing.rows, encoded)
+        )
+
+    def _prepared(self, place: Place, encode: Callable[[], None]) -> None:
+        if self._turns is None:
+            encode()
+            return
+        self._turns.ready(place)
+        self._waiting[place] = encode
+        self._let_in(self._turns)
+
+    def _let_in(self, turns: Turns) -> None:
+        for place in turns.let_in(self._events.now):
+            self._waiting.pop(place)()
+        if (again_at := turns.again_at(self._events.now)) is not None:
+            self._events.at(again_at, self._let_in, turns)
 
 
 class Answerer:

@@ -68,8 +68,8 @@ class ItemEncoder:
             )
         media = await self._media.load(modality, data)
         rendered = await self._render(key, modality, media, processor_args)
-        if metadata := self._metadata(key, modality, rendered):
-            await on_sized(metadata)
+        metadata = self._metadata(key, modality, rendered)
+        await on_sized(metadata)
         if self._generates:
             _cut_after_first_row(rendered, modality)
         (position,) = rendered["mm_placeholders"][modality]

@@ -46,6 +46,7 @@ from epd_gateway.openapi import openapi_document
 from epd_gateway.relay import CLIENT_GONE, Relay, outcome
 from epd_gateway.request_ids import NameRequests, request_id_of
 from epd_gateway.settings import GatewaySettings
+from epd_gateway.short_way import ShortWay
 from epd_gateway.stored_responses import add_stored_response_routes
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,8 @@ def build_app(edge: Edge) -> FastAPI:
     """The HTTP application."""
     app = FastAPI(title="epdflow gateway", docs_url=None, redoc_url=None, openapi_url=None)
     _add_error_handlers(app)
+    handlers = {route: _generate(edge, route) for route in GENERATE_ROUTES}
+    app.add_middleware(ShortWay, handlers=handlers, refuse=_error_response)
     app.add_middleware(
         RequireKey,
         keys=edge.keys,
@@ -123,9 +126,8 @@ def build_app(edge: Edge) -> FastAPI:
     )
     app.add_middleware(CloseWhileDraining, draining=lambda: edge.draining)
     app.add_middleware(NameRequests)  # around all others
-    for route in GENERATE_ROUTES:
-        # Starlette's own, as there is nothing for FastAPI to do, and it takes time for that.
-        app.add_route(route, _generate(edge, route), methods=["POST"])
+    for route, handler in handlers.items():  # for what the short way leaves: other methods
+        app.add_route(route, handler, methods=["POST"])
     add_stored_response_routes(app)
     add_file_routes(app, edge)
     described = openapi_document()

@@ -80,6 +80,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # nobody asks where a request comes from
                 timeout_graceful_shutdown=math.ceil(settings.drain_s) + CLOSE_S,
             )
         )

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from epd_common.engines import EngineInfo
-from epd_common.store import Arena, Embedding, EmbeddingHeader, EmbeddingStore, IntegrityError
+from epd_common.store import Arena, EmbeddingHeader, IntegrityError, RemoteStore
 from epd_common.store.arena import map_embedding
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Pins:
     def __init__(
         self,
         arena: Arena,
-        remote: Sequence[EmbeddingStore],
+        remote: Sequence[RemoteStore],
         *,
         info: EngineInfo,
         counters: Counter[str],
@@ -107,28 +107,26 @@ class Pins:
         for store in self._remote:
             await store.delete(key)
 
-    async def _bring(self, key: str, remote: Sequence[EmbeddingStore]) -> EmbeddingHeader | None:
+    async def _bring(self, key: str, remote: Sequence[RemoteStore]) -> EmbeddingHeader | None:
         if (header := await self._pin(key)) is not None:
             self._counters["arena_hits"] += 1
             return header
         for store in remote:
-            embedding = await store.get(key)
-            if embedding is None or not await self._fits(key, store, embedding):
+            brought = await store.bring(key, self._arena, lambda header: self._fits(key, header))
+            if brought is None:
                 continue
-            await self._arena.put(embedding)
             self._counters[f"{store.name}_fetches"] += 1
-            self._counters[f"{store.name}_fetched_bytes"] += embedding.payload.nbytes
+            self._counters[f"{store.name}_fetched_bytes"] += brought.payload_bytes
             if (header := await self._pin(key)) is not None:
                 return header
         return None
 
-    async def _fits(self, key: str, store: EmbeddingStore, embedding: Embedding) -> bool:
-        """Whether the engine can take it; else it is deleted there, as it would be brought each time."""
+    def _fits(self, key: str, header: EmbeddingHeader) -> bool:
+        """Whether the engine can take what another store has."""
         try:
-            self._check(key, embedding.header)
+            self._check(key, header)
         except IntegrityError as error:
             self._note_unusable(key, error)
-            await store.delete(key)
             return False
         return True
 

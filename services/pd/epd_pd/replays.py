@@ -94,6 +94,7 @@ class Replays:
     def begin(self, request_id: str, inbox: str, attempt: int, *, first: int = 0) -> None:
         """A new attempt, whose first frame has this number: those of an older one are of no use any more."""
         self._drop(request_id)
+        self._drop_old()
         self._sent[request_id] = SentFrames(inbox, attempt, first)
 
     def note(self, request_id: str, frame: bytes) -> None:
@@ -105,17 +106,18 @@ class Replays:
         sent.add(frame)
         self._bytes += sent.bytes
         self._sent.move_to_end(request_id)
-        self._make_room()
+        while self._bytes > TOTAL_BYTES:
+            self._drop(next(iter(self._sent)))
 
     def forget(self, request_id: str) -> None:
         """Nobody will ask for these any more."""
         self._drop(request_id)
 
-    def _make_room(self) -> None:
+    def _drop_old(self) -> None:
         oldest = time.monotonic() - KEPT_S
         while self._sent:
             request_id, sent = next(iter(self._sent.items()))
-            if self._bytes <= TOTAL_BYTES and sent.touched >= oldest:
+            if sent.touched >= oldest:
                 return
             self._drop(request_id)
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import msgspec
 import nats
 import nats.errors
 import nats.js.errors
@@ -51,18 +52,43 @@ _BYTES_EXCEEDED = 10122
 _NO_PEERS = 10005  # as long as some servers of a cluster have not come
 
 
+class _Stored(msgspec.Struct):
+    """What JetStream answers to a message for a stream."""
+
+    seq: int = 0
+    error: dict[str, Any] | None = None
+
+
+_read_stored = msgspec.json.Decoder(_Stored).decode
+
+
 class _Client(Client):  # type: ignore[misc]  # nats-py is untyped
     """nats-py's client, which by itself sends the password in clear where a server does not ask for TLS."""
 
     def __init__(self, *, insists_on_tls: bool) -> None:
         super().__init__()
         self._insists_on_tls = insists_on_tls
+        self.direct: dict[int, Callable[[str, bytes], None]] = {}
+        """What is called for the messages of a subscription, by its number."""
 
     def _connect_command(self) -> bytes:
         if self._insists_on_tls and not self._server_info.get("tls_required"):
             raise nats.errors.SecureConnWantedError
         command: bytes = super()._connect_command()
         return command
+
+    async def _process_msg(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
+    ) -> None:
+        if (handler := self.direct.get(sid)) is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        try:
+            handler(subject.decode(), data)
+        except Exception:  # else the connection would read no more
+            logger.exception("a message of %s could not be handled", subject.decode())
 
 
 class Bus:
@@ -224,10 +250,13 @@ class Bus:
         give_up = time.monotonic() + within_s
         while True:
             try:
-                stored = await self.js.publish(
+                answer = await self._client.request(
                     subject, data, timeout=PUBLISH_TIMEOUT_S, headers={"Nats-Msg-Id": message_id}
                 )
-                return int(stored.seq)
+                stored = _read_stored(answer.data)
+                if stored.error is not None:
+                    raise nats.js.errors.APIError.from_error(stored.error)
+                return stored.seq
             except (nats.errors.Error, TimeoutError) as error:
                 if getattr(error, "err_code", None) in (_MSGS_EXCEEDED, _BYTES_EXCEEDED):
                     raise BusyError(
@@ -265,6 +294,21 @@ class Bus:
         finally:
             with contextlib.suppress(nats.errors.Error):
                 await subscription.unsubscribe()
+
+    @contextlib.asynccontextmanager
+    async def hearing(
+        self, subject: str, handler: Callable[[str, bytes], None]
+    ) -> AsyncIterator[None]:
+        """Call ``handler`` with subject and data of each message, right where it is read: for what comes so
+        often that a queue, and a task's turn, for each would cost more than what is done with it."""
+        subscription = await self._client.subscribe(subject)
+        self._client.direct[subscription._id] = handler
+        try:
+            yield
+        finally:
+            with contextlib.suppress(nats.errors.Error):
+                await subscription.unsubscribe()
+            del self._client.direct[subscription._id]
 
     async def flush(self) -> None:
         """Return when the server has seen all that was sent, subscriptions included.

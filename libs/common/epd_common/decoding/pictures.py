@@ -3,6 +3,9 @@
 The decode throws its pixels away. It is there because a file that breaks later would break an encode
 job, or be shown to the model half grey: vLLM lets some truncated files pass. The client's own bytes
 are what is stored and encoded.
+
+A JPEG is decoded at an eighth of its size. Its data are read to their end all the same, so whatever is wrong
+with them is found as well, in half the time.
 """
 
 from __future__ import annotations
@@ -147,10 +150,14 @@ def _decode(image: ImageFile.ImageFile, data: bytes, content_type: str) -> Pictu
             raise ValueError("its end is missing")
         with PngImageFile(BytesIO(data), "") as twin:
             twin.verify()
+    size = None
+    if content_type == "image/jpeg":
+        size = image.size
+        image.draft(None, (1, 1))
     image.load()
     if not image.width or not image.height:
         raise ValueError("no pixels")
-    width, height = image.size
+    width, height = size or image.size  # a TIFF is turned while it is loaded
     exif = image.info.get("exif")
     if isinstance(exif, bytes):
         check_directory(exif.removeprefix(b"Exif\0\0"))

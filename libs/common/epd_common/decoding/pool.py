@@ -1,4 +1,4 @@
-"""Processes that decode, each asked by one thread at a time.
+"""Processes that decode, each asked for one picture at a time, without a thread of this process.
 
 One is started when all others are at work, and stays for the next picture: what a picture costs beside
 its decode is its bytes' way through a socket. One that takes too long, dies or says nonsense is killed; the
@@ -7,6 +7,7 @@ next picture gets a new one.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class DecodeMemoryError(Exception):
 
 
 class _Process:
-    """One program of ``child``, and the socket to it.
+    """One program of ``child``, and the socket to it. Starting and ending it block; asking it does not.
 
     Raises:
         DecoderStartError: it could not be started.
@@ -67,7 +67,9 @@ class _Process:
             raise DecoderStartError(str(error)) from error
         try:
             self._socket.settimeout(START_S)
-            self._read(len(READY))
+            if self._socket.recv(len(READY)) != READY:
+                raise ConnectionError("it ended")
+            self._socket.setblocking(False)
         except OSError as error:
             raise DecoderStartError(f"{error}; exit code {self.end()}") from None
 
@@ -94,32 +96,36 @@ class _Process:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, data: bytes, max_pixels: int, timeout_s: float) -> dict[str, Any]:
+    async def ask(self, data: bytes, max_pixels: int, timeout_s: float) -> dict[str, Any]:
         """What it says of a file.
 
         Raises:
             TimeoutError: it said nothing in time.
             OSError, ValueError: it is gone, or says nonsense.
         """
-        self._socket.settimeout(timeout_s + GRACE_S)
-        self._socket.sendall(HEAD.pack(len(data), max_pixels, timeout_s))
-        self._socket.sendall(data)
-        (size,) = ANSWER.unpack(self._read(ANSWER.size))
-        if size > MAX_ANSWER_BYTES:
-            raise ValueError("the answer is too long")
-        found = json.loads(self._read(size))
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(timeout_s + GRACE_S):
+            await loop.sock_sendall(self._socket, HEAD.pack(len(data), max_pixels, timeout_s))
+            await loop.sock_sendall(self._socket, data)
+            found = json.loads(await self._read_answer())
         if not isinstance(found, dict):
             raise ValueError("the answer is none")
         return found
 
-    def _read(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            piece = self._socket.recv(size - len(data))
+    async def _read_answer(self) -> bytes:
+        loop = asyncio.get_running_loop()
+        answer = b""
+        size = ANSWER.size
+        while len(answer) < size:
+            piece = await loop.sock_recv(self._socket, ANSWER.size + MAX_ANSWER_BYTES)
             if not piece:
                 raise ConnectionError("it ended")
-            data += piece
-        return data
+            answer += piece
+            if len(answer) >= ANSWER.size:
+                size = ANSWER.size + ANSWER.unpack_from(answer)[0]
+                if size > ANSWER.size + MAX_ANSWER_BYTES:
+                    raise ValueError("the answer is too long")
+        return answer[ANSWER.size :]
 
     def end(self) -> int:
         """Kill it; its exit code, which is that of its own end if it has ended."""
@@ -137,7 +143,7 @@ _LIBRARY = Path(epd_common.__file__).resolve().parent.parent
 
 
 class DecoderPool:
-    """Decodes in processes that are started when they are needed. Threads may share it.
+    """Decodes in processes that are started when they are needed.
 
     Args:
         memory_bytes: What a process may take beside what it has once it is started.
@@ -148,17 +154,15 @@ class DecoderPool:
         self._memory_bytes = memory_bytes
         self._timeout_s = timeout_s
         self._idle: list[_Process] = []
-        self._lock = threading.Lock()
         self._closed = False
 
     @property
     def idle_pids(self) -> list[int]:
         """Process ids of those that wait for a file."""
-        with self._lock:
-            return [process.pid for process in self._idle]
+        return [process.pid for process in self._idle]
 
-    def decode(self, data: bytes, max_pixels: int) -> Picture:
-        """Decode one picture; blocks.
+    async def decode(self, data: bytes, max_pixels: int) -> Picture:
+        """Decode one picture. It must not be cancelled: who waits no longer leaves it to end by itself.
 
         Raises:
             TooComplexError, TooManyPixelsError, CorruptError: see
@@ -166,47 +170,43 @@ class DecoderPool:
             DecodeMemoryError, DecodeTimeoutError, DecoderDiedError: a limit, or the process's end.
             DecoderStartError: there is no process that could be asked.
         """
-        process = self._take()
+        process = await self._take()
         try:
-            found = process.ask(data, max_pixels, self._timeout_s)
+            found = await process.ask(data, max_pixels, self._timeout_s)
             picture = _read_answer(found)
         except (CorruptError, TooComplexError, TooManyPixelsError):
-            self._give_back(process)
+            await self._give_back(process)
             raise
         except BaseException as error:
-            code = process.end()
+            code = await asyncio.to_thread(process.end)
             if isinstance(error, TimeoutError) or code in _ALARMS:
                 raise DecodeTimeoutError from None
             if isinstance(error, DecodeMemoryError) or not isinstance(error, OSError | ValueError):
                 raise
             raise DecoderDiedError(f"exit code {code}") from None
-        self._give_back(process)
+        await self._give_back(process)
         return picture
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all that wait; those at work end with their file."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
+        self._closed = True
+        idle, self._idle = self._idle, []
         for process in idle:
-            process.end()
+            await asyncio.to_thread(process.end)
 
-    def _take(self) -> _Process:
-        while True:
-            with self._lock:
-                process = self._idle.pop() if self._idle else None
-            if process is None:
-                return _Process(self._memory_bytes)
+    async def _take(self) -> _Process:
+        while self._idle:
+            process = self._idle.pop()
             if process.alive:
                 return process
-            process.end()  # the kernel took it while it waited
+            await asyncio.to_thread(process.end)  # the kernel took it while it waited
+        return await asyncio.to_thread(_Process, self._memory_bytes)
 
-    def _give_back(self, process: _Process) -> None:
-        with self._lock:
-            if not self._closed:
-                self._idle.append(process)
-                return
-        process.end()
+    async def _give_back(self, process: _Process) -> None:
+        if self._closed:
+            await asyncio.to_thread(process.end)
+        else:
+            self._idle.append(process)
 
 
 def _read_answer(found: dict[str, Any]) -> Picture:

@@ -55,7 +55,10 @@ class EncodeHandler:
         async with delivery:
             try:
                 event = await self._encoding.make(
-                    job, attempt=delivery.attempt, queued_s=delivery.queued_s
+                    job,
+                    sequence=delivery.sequence,
+                    attempt=delivery.attempt,
+                    queued_s=delivery.queued_s,
                 )
             except EpdError as error:
                 await self._failed(job, delivery, error)

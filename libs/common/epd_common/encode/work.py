@@ -12,6 +12,7 @@ from typing import Any
 
 from epd_common.bus import Bus
 from epd_common.encode.company import Company
+from epd_common.encode.tower_door import TowerDoor, Visit
 from epd_common.engines import EncoderEngine, EngineInfo, StagedEmbedding
 from epd_common.errors import BadRequestError, DeadlineError, EpdError, UpstreamError
 from epd_common.ingest.processor_args import check_arguments_fit, check_processor_args
@@ -66,6 +67,7 @@ class Encoding:
         self._media = media
         self._states = states
         self._suspects = suspects
+        self._door = TowerDoor()
         self._company = Company(lambda: engine.alive)
         self._worker = worker
         self._counters = counters
@@ -73,7 +75,12 @@ class Encoding:
         self._users: Counter[str] = Counter()
 
     async def make(
-        self, job: EncodeJob, *, attempt: int = 1, queued_s: float = 0.0
+        self,
+        job: EncodeJob,
+        *,
+        sequence: int | None = None,
+        attempt: int = 1,
+        queued_s: float = 0.0,
     ) -> EmbeddingEvent | None:
         """Have the embedding written and verified; the event that announces it.
 
@@ -81,15 +88,19 @@ class Encoding:
         That is looked at before the media are fetched, and once more before the engine gets the item; what it
         has then is encoded, for the next who asks.
 
+        Args:
+            sequence: The job's number in its queue, if it was in one: the older go first.
+
         Raises:
             EpdError: it could not be made; :meth:`failure` makes the event of that.
         """
         try:
-            if not await self._states.begin(job.key, job.epoch):
-                self._counters["stale"] += 1
-                return None
-            async with self._alone(job.key):
-                return await self._make(job, attempt, queued_s)
+            with self._door.arrived(sequence) as visit:
+                if not await self._states.begin(job.key, job.epoch):
+                    self._counters["stale"] += 1
+                    return None
+                async with self._alone(job.key):
+                    return await self._make(job, visit, attempt, queued_s)
         except UnwantedError:
             self._counters["unwanted"] += 1
             return None
@@ -143,7 +154,9 @@ class Encoding:
             return error
         return _kills(job.key)
 
-    async def _make(self, job: EncodeJob, attempt: int, queued_s: float) -> EmbeddingEvent:
+    async def _make(
+        self, job: EncodeJob, visit: Visit, attempt: int, queued_s: float
+    ) -> EmbeddingEvent:
         if job.fingerprint != self._info.fingerprint:
             raise UpstreamError(
                 f"the job wants model fingerprint {job.fingerprint[:12]}, "
@@ -165,7 +178,7 @@ class Encoding:
                 data = await self._media_of(job)
                 await self._check_key(job, data)
                 started = time.monotonic()
-                staged = await self._encode(job, data)
+                staged = await self._encode(job, data, visit)
         except TimeoutError:
             if not bound.expired():
                 raise
@@ -201,12 +214,14 @@ class Encoding:
                 return None
         return found
 
-    async def _encode(self, job: EncodeJob, data: bytes) -> StagedEmbedding:
+    async def _encode(self, job: EncodeJob, data: bytes, visit: Visit) -> StagedEmbedding:
         """Have the engine encode. What may have killed another one is given to it alone: what happens then is
         its own doing, and it takes nobody with it."""
 
         async def on_sized(metadata: dict[str, Any]) -> None:
-            await self._announce_size(job, metadata)
+            if metadata:
+                await self._announce_size(job, metadata)
+            await visit.enter()
 
         key, suspicion = job.key, await self._suspects.look(job.key)
         if suspicion.proved:
@@ -227,6 +242,8 @@ class Encoding:
                 elif stay.alone and not suspect:
                     await self._suspects.died_alone(key)
                 raise
+            finally:
+                visit.leave()
         try:
             with contextlib.suppress(EpdError):  # then it is encoded alone for a while
                 await self._suspects.clear(key)

@@ -22,7 +22,7 @@ class IngestLimits:
             bounds the bytes a request holds in memory to so many times ``max_media_bytes``.
         decode_workers: Processes that decode. Each may hold one picture of ``max_pixels``.
         decode_queue: Pictures that wait for a process before further ones are answered 429; of one tenant
-            half as many.
+            half as many. As many as 64 requests load at once.
         decode_timeout_s: Seconds that one decode may take by the clock, at most; what it may take of a
             processor goes by bytes and pixels.
     """
@@ -33,7 +33,7 @@ class IngestLimits:
     max_inline_bytes: int = MAX_INLINE_BYTES
     concurrent_loads: int = 8
     decode_workers: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
-    decode_queue: int = 256
+    decode_queue: int = 512
     decode_timeout_s: float = 20.0
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -62,8 +61,7 @@ class PictureChecker:
             several=several,
         )
         self._hopeless = Hopeless()
-        # A thread for each process, which gives it its file and waits for its answer.
-        self._threads = ThreadPoolExecutor(limits.decode_workers, thread_name_prefix="epd-decode")
+        self._decoding: set[asyncio.Task[Picture]] = set()
         self.pool = DecoderPool(
             memory_bytes=limits.decode_memory_bytes, timeout_s=limits.decode_timeout_s
         )
@@ -77,8 +75,9 @@ class PictureChecker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
-        await asyncio.to_thread(self.pool.close)
+        if self._decoding:
+            await asyncio.wait(self._decoding)
+        await self.pool.close()
 
     async def check(
         self, data: bytes, *, declared: str = "", place: str, owner: str = "", digest: str = ""
@@ -114,23 +113,24 @@ class PictureChecker:
 
     async def _decode(self, data: bytes, owner: str, digest: str) -> Picture:
         """Decode in a place that was taken, and free it."""
-        loop = asyncio.get_running_loop()
         try:
             self._check_hope(owner, digest)  # the same may have come twice, and failed meanwhile
-            work = self._threads.submit(self.pool.decode, data, self._limits.max_pixels)
         except BaseException:
             self._places.give_back(owner)
             raise
+        work = asyncio.create_task(self.pool.decode(data, self._limits.max_pixels), name="decode")
+        self._decoding.add(work)
 
-        def end(work: Future[Picture]) -> None:
+        def end(work: asyncio.Task[Picture]) -> None:
+            self._decoding.discard(work)
             error = work.exception() if not work.cancelled() else None
             if digest and isinstance(error, DecodeMemoryError | DecodeTimeoutError):
                 self._hopeless.add(owner, digest, type(error))
             self._places.give_back(owner)
 
-        # The thread's end frees the place, not the caller's, who may have been cancelled.
-        work.add_done_callback(lambda work: loop.call_soon_threadsafe(end, work))
-        return await asyncio.wrap_future(work)
+        # The process's end frees the place, not the caller's, who may have been cancelled.
+        work.add_done_callback(end)
+        return await asyncio.shield(work)
 
     def _recognise(self, data: bytes, declared: str, place: str) -> str:
         if len(data) > self._limits.max_media_bytes:

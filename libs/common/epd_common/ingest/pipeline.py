@@ -26,11 +26,18 @@ from epd_common.protocol.jobs import Modality
 from epd_common.protocol.keys import digest
 from epd_common.store.media import StoredFile
 
-_OFFLOAD_BYTES = 256 * 1024
-"""Above this, hashing or base64 would hold the event loop for about a millisecond."""
+_OFFLOAD_BYTES = 1 << 20
+"""Above this, hashing or base64 would hold the event loop for about a millisecond. Below it a thread costs
+more than it spares, as both want the interpreter's lock."""
 
-_Wanted = tuple[Modality | None, Source]
+_Wanted = tuple[Modality | None, Source | str]
 """What a part asks for; parts that ask for the same are loaded once."""
+
+
+def _wanted(part: MediaPart) -> _Wanted:
+    # Data URIs by their place: equal bytes are found by their digest, and comparing the text takes longer.
+    data = isinstance(part.source, UrlSource) and is_data_uri(part.source.url)
+    return part.modality, part.place if data else part.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +115,7 @@ class Ingest:
         distinct: dict[str, Item] = {}
         numbers: dict[str, int] = {}
         for part in found.parts:
-            item = loaded[part.modality, part.source]
+            item = loaded[_wanted(part)]
             distinct.setdefault(item.key, item)
             part.reference["item"] = numbers.setdefault(item.key, len(numbers))
         return Prepared(found.body, list(distinct.values()))
@@ -149,6 +156,8 @@ class Ingest:
         self, parts: Sequence[MediaPart], items: Sequence[Item], keying: Keying, owner: str
     ) -> dict[_Wanted, Item]:
         """Load every distinct source at the same time; the first failure ends the others."""
+        if not parts:
+            return {}
         gate = asyncio.Semaphore(self._limits.concurrent_loads)
         admitted: dict[tuple[Modality, str], asyncio.Task[StoredFile]] = {}
         tasks: dict[_Wanted, asyncio.Task[Item]] = {}
@@ -183,7 +192,7 @@ class Ingest:
         try:
             async with asyncio.TaskGroup() as group:
                 for part in parts:
-                    wanted = (part.modality, part.source)
+                    wanted = _wanted(part)
                     if wanted not in tasks:
                         tasks[wanted] = group.create_task(
                             load(part.source, part.modality_in(items), part.place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 
@@ -48,6 +48,11 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[tuple[type[Message], ...], msgspec.msgpack.Decoder[Message]] = {}
+_OF_REPLIES = (ReplyHead, ReplyData, ReplyEnd, ReplyError, ResumeRequest)
+_reply_decoder: msgspec.msgpack.Decoder[ReplyFrame | ResumeRequest] = msgspec.msgpack.Decoder(
+    ReplyFrame | ResumeRequest
+)
+"""Apart, as there is one frame for each token."""
 
 
 class ProtocolError(BadRequestError):
@@ -89,10 +94,13 @@ def decode(data: bytes, *types: type[M]) -> M:
 
 def decode_reply(data: bytes) -> ReplyFrame | ResumeRequest:
     """Decode what comes to a requester's inbox: a frame of a reply, or a question about it."""
-    return cast(
-        ReplyFrame | ResumeRequest,
-        decode(data, ReplyHead, ReplyData, ReplyEnd, ReplyError, ResumeRequest),
-    )
+    try:
+        found = _reply_decoder.decode(data)
+    except _UNREADABLE as error:
+        raise ProtocolError(_explain(data, _OF_REPLIES, error)) from error
+    if found.v != VERSION:
+        raise ProtocolError(_wrong_version(found.v))
+    return found
 
 
 def _explain(data: bytes, types: tuple[type[M], ...], error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Literal
 
@@ -26,6 +27,7 @@ _SAFE = re.compile(rb"[A-Za-z0-9_-]")
 _ESCAPE = re.compile(r"=([0-9A-F]{2})")
 
 
+@functools.lru_cache(maxsize=1024)
 def model_token(name: str) -> str:
     """A model's name as one subject token.
 

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from nats.aio.msg import Msg
 
@@ -44,13 +45,12 @@ class ReplyHub:
         self._stack = AsyncExitStack()
         self._looking: asyncio.Task[None] | None = None
         self._closed: EpdError | None = None
+        self._telling: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        for subject, handler in (
-            (f"{self._prefix}.*", self._on_message),
-            (subjects.cancel_subject("*"), self._on_cancel),
-        ):
-            await self._stack.enter_async_context(self._bus.listening(subject, handler))
+        enter = self._stack.enter_async_context
+        await enter(self._bus.hearing(f"{self._prefix}.*", self._on_message))
+        await enter(self._bus.listening(subjects.cancel_subject("*"), self._on_cancel))
         await self._bus.flush()
         self._looking = asyncio.create_task(self._look(), name="look for lost frames")
         return self
@@ -64,6 +64,7 @@ class ReplyHub:
         if self._looking is not None:
             await end(self._looking)
         await self._stack.aclose()
+        await end(*self._telling)
 
     async def _look(self) -> None:
         """Ask for frames that are missing, and whether any are, after the broker was away."""
@@ -128,22 +129,27 @@ class ReplyHub:
         with contextlib.suppress(EpdError):  # then its deadline ends it
             await self._bus.emit_bytes(subjects.cancel_subject(request_id), encode(message))
 
-    async def _on_message(self, message: Msg) -> None:
-        request_id = message.subject.rpartition(".")[2]
+    def _on_message(self, subject: str, data: bytes) -> None:
+        request_id = subject.rpartition(".")[2]
         try:
-            found = decode_reply(message.data)
+            found = decode_reply(data)
         except ProtocolError as error:
             logger.warning("dropping a frame: %s", error, extra={"request_id": request_id})
             return
         reply = self._replies.get(request_id)
         if isinstance(found, ResumeRequest):
-            await self._resume(request_id, reply, found)
+            self._tell(self._resume(request_id, reply, found))
             return
         if reply is None or reply.given_up:
             return  # the requester has gone, or waits no longer
         reply.offer(found)
         if reply.given_up:
-            await self._give_up(reply)
+            self._tell(self._give_up(reply))
+
+    def _tell(self, telling: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(telling, name="tell a worker")
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     async def _on_cancel(self, message: Msg) -> None:
         reply = self._replies.get(message.subject.rpartition(".")[2])

@@ -75,6 +75,8 @@ class Reply:
         self._last = b""
         self._progress: Progress | None = None
         self._failure: EpdError | None = None
+        self._late = False
+        self._timer: asyncio.TimerHandle | None = None
         self.finished = False
         self.submitted = False
 
@@ -84,6 +86,9 @@ class Reply:
 
     async def __aenter__(self) -> Self:
         self._hub.register(self)
+        left_s = self._deadline - time.monotonic()
+        # One for the whole answer: waiting for a frame happens for each token.
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._be_late)
         return self
 
     async def __aexit__(
@@ -93,6 +98,8 @@ class Reply:
         traceback: TracebackType | None,
     ) -> None:
         self._hub.forget(self)
+        if self._timer is not None:
+            self._timer.cancel()
         if self.submitted and not self.finished:
             await self._hub.cancel(self.request_id, "the requester went away")
 
@@ -117,6 +124,9 @@ class Reply:
         while True:
             match await self._next():
                 case ReplyData(data=data):
+                    await asyncio.sleep(
+                        0
+                    )  # in a busy process more has come by then, and is sent with it
                     yield b"".join((data, *self._waiting()))
                 case ReplyEnd():
                     return
@@ -127,8 +137,9 @@ class Reply:
 
     def _waiting(self) -> Iterator[bytes]:
         """Take the pieces that are here already."""
-        while self._frames and isinstance(frame := self._frames[0], ReplyData):
-            self._frames.popleft()
+        frames = self._frames
+        while frames and type(frame := frames[0]) is ReplyData:
+            frames.popleft()
             self._buffered -= len(frame.data)
             yield frame.data
 
@@ -143,20 +154,37 @@ class Reply:
 
     def offer(self, frame: ReplyFrame) -> None:
         """Take a frame from the bus; late, doubled and foreign ones are dropped."""
-        if self.finished or self.given_up or frame.attempt < self._attempt:
+        if self.finished or self._failure is not None or frame.attempt < self._attempt:
             return
+        if frame.seq == self._expected and frame.attempt == self._attempt and not self._early:
+            # The frame that comes next, as nearly all do: there is one for each token.
+            self._expected += 1
+            self._asked, self._ask_at = 0, time.monotonic() + SILENCE_S
+            if type(frame) is ReplyData:
+                self._buffered += len(frame.data)
+            self._take(frame)
+        elif not self._sort_in(frame):
+            return
+        self._check_room()
+        self._arrived.set()
+
+    def _sort_in(self, frame: ReplyFrame) -> bool:
+        """Take a frame that begins another attempt, or that others are missing before.
+
+        False where it is of no use.
+        """
         resumed = self._progress
         if resumed and frame.attempt == resumed.attempt and frame.seq < resumed.seq:
             # It has begun anew, as it did not hear in time what is here: no part of that fits.
             self._fail(_failure_of(frame) if isinstance(frame, ReplyError) else _worker_lost())
-            return
+            return False
         if frame.attempt > self._attempt:
             if self._started:
                 self._fail(_worker_lost())
-                return
+                return False
             self._begin_anew(frame.attempt)
         if frame.seq < self._expected or frame.seq in self._early:
-            return
+            return False
         if not self._early:
             self._asked, self._ask_at = 0, time.monotonic() + SILENCE_S
         if frame.seq > self._expected and not self._early:
@@ -167,21 +195,19 @@ class Reply:
         while (following := self._early.pop(self._expected, None)) is not None:
             self._expected += 1
             self._take(following)
-        self._check_room()
-        self._arrived.set()
+        return True
 
     def _take(self, frame: ReplyFrame) -> None:
         self._frames.append(frame)
-        match frame:
-            case ReplyHead():
-                self._streams = frame.content_type.startswith(EVENT_STREAM)
-            case ReplyData():
-                if self._streams:
-                    self._told.append(frame.tokens)
-                    self._finish = frame.finish or self._finish
-                    self._last = frame.data
-            case _:
-                self._whole = True
+        if isinstance(frame, ReplyData):
+            if self._streams:
+                self._told.append(frame.tokens)
+                self._finish = frame.finish or self._finish
+                self._last = frame.data
+        elif isinstance(frame, ReplyHead):
+            self._streams = frame.content_type.startswith(EVENT_STREAM)
+        else:
+            self._whole = True
 
     def _check_room(self) -> None:
         if self._streams and self._buffered > BUFFER_BYTES:
@@ -270,6 +296,10 @@ class Reply:
         self._ask_at = time.monotonic() + pause_s
         return ReplayRequest(request_id=self.request_id, attempt=self._attempt, seq=self._expected)
 
+    def _be_late(self) -> None:
+        self._late = True
+        self._arrived.set()
+
     def _fail(self, error: EpdError) -> None:
         self._failure = error
         self._arrived.set()
@@ -279,16 +309,14 @@ class Reply:
         while not (self._frames and (self._streams or self._whole)):
             if self._failure is not None:
                 raise self._failure
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout(self._deadline - time.monotonic()):
-                    await self._arrived.wait()
-            except TimeoutError:
+            if self._late:
                 raise DeadlineError(
                     "the request's deadline passed while it waited for "
                     + ("more of the answer" if self._started else "a PD worker's answer"),
                     stage="generate",
-                ) from None
+                )
+            self._arrived.clear()
+            await self._arrived.wait()
         frame = self._frames.popleft()
         self._started = True
         if isinstance(frame, ReplyData):

@@ -12,6 +12,7 @@ from epd_common.store.media import MediaStore, StoredFile, UploadedFile
 from epd_common.store.quotas import MediaQuotas
 from epd_common.store.redis_client import open_redis
 from epd_common.store.redis_store import RedisEmbeddingStore
+from epd_common.store.remote import RemoteStore
 from epd_common.store.room import ArenaFullError
 from epd_common.store.sizes import SizeTable, SizeTables
 from epd_common.store.states import Claim, KeyStates, UnwantedError, Waiter
@@ -30,6 +31,7 @@ __all__ = [
     "MediaQuotas",
     "MediaStore",
     "RedisEmbeddingStore",
+    "RemoteStore",
     "SizeTable",
     "SizeTables",
     "StoreFullError",

@@ -27,7 +27,7 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -43,7 +43,14 @@ from epd_common.store.embedding import (
     pack_header,
     unpack_header,
 )
-from epd_common.store.room import entries, keep_quota, locked, quota_that_fits, write_whole
+from epd_common.store.room import (
+    entries,
+    keep_quota,
+    locked,
+    quota_that_fits,
+    whole_file,
+    write_all,
+)
 from epd_common.tasks import end
 
 logger = logging.getLogger(__name__)
@@ -78,7 +85,7 @@ class Arena:
         self.quota_bytes = quota_bytes
         self._numbers = itertools.count(1)  # a step is atomic, and writers are threads
         self._worker = worker
-        self.staging = root / "staging" / worker  # files there are written by ``room.write_whole``
+        self.staging = root / "staging" / worker  # files there are written by ``room.whole_file``
         self.pins = root / "pins" / worker
 
     def open(self) -> None:
@@ -149,7 +156,7 @@ class Arena:
 
     async def put(self, embedding: Embedding) -> None:
         if not self._path(embedding.header.key).exists():
-            await asyncio.to_thread(self._write, embedding)
+            await asyncio.to_thread(self.receive, embedding.header, (embedding.payload,))
 
     async def get(self, key: str) -> Embedding | None:
         return await asyncio.to_thread(self._read_verified, key)
@@ -164,6 +171,28 @@ class Arena:
         return self.published_bytes()
 
     # -- files ---------------------------------------------------------------------------------
+
+    def receive(self, header: EmbeddingHeader, parts: Iterable[memoryview]) -> None:
+        """Publish an embedding whose payload comes part by part; nothing of it, if they end with an error.
+
+        Raises:
+            StoreFullError: no room, and none can be made.
+        """
+        temporary = self.staging / f"put-{next(self._numbers)}-{header.key}"
+        try:
+            with whole_file(temporary, header.file_bytes, key=header.key) as file:
+                write_all(file, pack_header(header))
+                for part in parts:
+                    write_all(file, part)
+            self._publish(temporary, header)
+        except OSError as error:
+            raise StoreFullError(
+                f"the arena at {self._data} cannot take {header.file_bytes} bytes: {error}; "
+                "give its tmpfs more room or lower EPD_ARENA_BYTES",
+                key=header.key,
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def adopt(self, staged: Path, header: EmbeddingHeader) -> None:
         """Publish a staged file in place, with ``header`` as its header: no copy of the payload."""
@@ -237,21 +266,6 @@ class Arena:
 
     def _pinned(self, key: str) -> Path:
         return self.pins / _file_name(key)
-
-    def _write(self, embedding: Embedding) -> None:
-        header = embedding.header
-        temporary = self.staging / f"put-{next(self._numbers)}-{header.key}"
-        try:
-            write_whole(temporary, pack_header(header), embedding.payload, key=header.key)
-            self._publish(temporary, header)
-        except OSError as error:
-            raise StoreFullError(
-                f"the arena at {self._data} cannot take {header.file_bytes} bytes: {error}; "
-                "give its tmpfs more room or lower EPD_ARENA_BYTES",
-                key=header.key,
-            ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def _publish(self, file: Path, header: EmbeddingHeader) -> None:
         target = self._path(header.key)

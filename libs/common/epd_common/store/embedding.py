@@ -98,6 +98,21 @@ def payload_checksum(payload: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(payload)
 
 
+class RunningChecksum:
+    """The same of a payload that comes part by part."""
+
+    def __init__(self) -> None:
+        self._sum = xxhash.xxh3_128()
+
+    def update(self, part: memoryview) -> None:
+        """One part more."""
+        self._sum.update(part)
+
+    def hex(self) -> str:
+        """Of all parts so far."""
+        return str(self._sum.hexdigest())
+
+
 @dataclass(frozen=True, slots=True)
 class Embedding:
     """A header and its payload, which may be a view of a mapped file."""

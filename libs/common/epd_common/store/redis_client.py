@@ -14,6 +14,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from epd_common.errors import UnavailableError
 from epd_common.seldom import Seldom
 from epd_common.store.base import StoreFullError
+from epd_common.store.shared_connection import SharingRedis
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ async def open_redis(url: str, *, ca: Path | None = None) -> AsyncIterator[Redis
         health_check_interval=15,
         **({} if ca is None else {"ssl_ca_certs": str(ca)}),
     )
-    client: Redis = Redis.from_pool(pool)
+    client = SharingRedis(pool, timeout_s=SOCKET_TIMEOUT_S)
     try:
         with redis_errors():
             await client.ping()

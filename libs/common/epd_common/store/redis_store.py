@@ -7,15 +7,20 @@ room for more, those that were not used for the longest time go (``embedding_roo
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from redis.asyncio import Redis
 
+from epd_common.store.arena import Arena
+from epd_common.store.bulk_reader import BulkReader, Values
 from epd_common.store.embedding import (
     Embedding,
+    EmbeddingHeader,
     IntegrityError,
+    RunningChecksum,
     pack_header,
     unpack_header,
 )
@@ -26,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 _PREFIX = "epd:v1:emb:"
+
+T = TypeVar("T")
 
 
 class RedisEmbeddingStore:
@@ -47,6 +54,7 @@ class RedisEmbeddingStore:
         counters: Counter[str] | None = None,
     ) -> None:
         self._redis = redis
+        self._reader = BulkReader(redis, most_bytes=CHUNK_BYTES)
         self._ttl_s = ttl_s
         self._room = EmbeddingRoom(
             redis,
@@ -56,6 +64,10 @@ class RedisEmbeddingStore:
             chunk_bytes=CHUNK_BYTES,
             counters=Counter() if counters is None else counters,
         )
+
+    async def aclose(self) -> None:
+        """End what is being read, with an error. The client is its opener's to close."""
+        await self._reader.aclose()
 
     async def put(self, embedding: Embedding) -> None:
         key = embedding.header.key
@@ -70,30 +82,44 @@ class RedisEmbeddingStore:
             await self._room.make(key, payload.nbytes)
 
     async def get(self, key: str) -> Embedding | None:
+        return await self._fetch(key, _in_memory)
+
+    async def bring(
+        self, key: str, arena: Arena, fits: Callable[[EmbeddingHeader], bool]
+    ) -> EmbeddingHeader | None:
+        def take(header: EmbeddingHeader, parts: Iterator[memoryview]) -> EmbeddingHeader:
+            arena.receive(header, parts)
+            return header
+
+        return await self._fetch(key, take, fits)
+
+    async def _fetch(
+        self,
+        key: str,
+        take: Callable[[EmbeddingHeader, Iterator[memoryview]], T],
+        fits: Callable[[EmbeddingHeader], bool] = lambda header: True,
+    ) -> T | None:
+        """What ``take`` makes of header and payload, in a thread; the payload's end says that it is right."""
         with redis_errors():
             head = await self._redis.getex(_head(key), ex=self._ttl_s)
             if head is None:
                 return None
             try:
                 header = unpack_header(as_bytes(head))
-                payload = await self._payload(key, header.payload_bytes)
-                embedding = Embedding(header, memoryview(payload))
-                await asyncio.to_thread(embedding.verify)
+                if not fits(header):  # it would be brought each time
+                    await self.delete(key)
+                    return None
+                taken = await self._reader.read(
+                    _chunks(key, header.payload_bytes),
+                    ttl_s=self._ttl_s,
+                    take=lambda values: take(header, _verified(header, values)),
+                )
             except IntegrityError as error:
                 logger.warning("dropping a damaged embedding: %s", error, extra={"key": key})
                 await self.delete(key)
                 return None
         await self._room.touch(key)
-        return embedding
-
-    async def _payload(self, key: str, size: int) -> bytearray:
-        """All chunks in one buffer; a missing chunk leaves zeros, which the checksum finds."""
-        buffer = bytearray(size)
-        for start in range(0, size, CHUNK_BYTES):
-            chunk = await self._redis.getex(_chunk(key, start // CHUNK_BYTES), ex=self._ttl_s)
-            part = b"" if chunk is None else as_bytes(chunk)[: size - start]
-            buffer[start : start + len(part)] = part
-        return buffer
+        return taken
 
     async def contains(self, key: str) -> bool:
         with redis_errors():
@@ -104,7 +130,7 @@ class RedisEmbeddingStore:
                 size = unpack_header(as_bytes(head)).payload_bytes
             except IntegrityError:
                 return False
-            names = [_chunk(key, start // CHUNK_BYTES) for start in range(0, size, CHUNK_BYTES)]
+            names = _chunks(key, size)
             pipe = self._redis.pipeline(transaction=False)
             for name in (*names, _head(key)):
                 pipe.expire(name, self._ttl_s)
@@ -133,3 +159,33 @@ def _head(key: str) -> str:
 
 def _chunk(key: str, number: int) -> str:
     return f"{_PREFIX}{key}:{number}"
+
+
+def _chunks(key: str, size: int) -> list[str]:
+    """Names of all chunks of a payload."""
+    return [_chunk(key, start // CHUNK_BYTES) for start in range(0, size, CHUNK_BYTES)]
+
+
+def _verified(header: EmbeddingHeader, values: Values) -> Iterator[memoryview]:
+    """The chunks of a payload; an error where one is missing, and instead of an end where one is damaged."""
+    checksum = RunningChecksum()
+    left = header.payload_bytes
+    for value in values:
+        if value is None or value.nbytes != min(left, CHUNK_BYTES):
+            raise IntegrityError(
+                f"a chunk of embedding {header.key} is missing or has another size"
+            )
+        left -= value.nbytes
+        checksum.update(value)
+        yield value
+    if checksum.hex() != header.checksum:
+        raise IntegrityError(f"embedding {header.key} does not match its checksum", key=header.key)
+
+
+def _in_memory(header: EmbeddingHeader, parts: Iterator[memoryview]) -> Embedding:
+    payload = memoryview(bytearray(header.payload_bytes))
+    at = 0
+    for part in parts:
+        payload[at : at + part.nbytes] = part
+        at += part.nbytes
+    return Embedding(header, payload)

@@ -1,6 +1,6 @@
 """Room in an arena: its quota, and the file system below it, which may be smaller or have other users.
 
-Whoever writes into an arena's staging folder does it by :func:`write_whole`, in the service's process or in
+Whoever writes into an arena's staging folder does it by :func:`whole_file`, in the service's process or in
 an engine's: a file that did not become whole is never left, and a full file system loses its least recently
 used embeddings rather than keep itself full.
 """
@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from epd_common.errors import UnavailableError
 from epd_common.store.base import StoreFullError
@@ -118,8 +119,10 @@ def keep_quota(root: Path, needed_bytes: int, quota_bytes: int) -> None:
         used_bytes -= each.size_bytes
 
 
-def write_whole(path: Path, *parts: bytes | memoryview, key: str) -> None:
-    """Write a file of a worker's staging folder (``<arena>/staging/<worker>/<file>``), or leave nothing.
+@contextlib.contextmanager
+def whole_file(path: Path, size_bytes: int, *, key: str) -> Iterator[BinaryIO]:
+    """A new file of a worker's staging folder (``<arena>/staging/<worker>/<file>``) with room for so many
+    bytes, so that writing them cannot find the file system full; nothing of it is left where the block fails.
 
     Where its file system is full, embeddings that nobody has pinned are evicted, least recently used first,
     and it is tried once more; that holds the node's lock, so that nobody else takes the room.
@@ -128,30 +131,55 @@ def write_whole(path: Path, *parts: bytes | memoryview, key: str) -> None:
         ArenaFullError: there is no room, and evicting made none.
         OSError: something else is wrong.
     """
-    needed_bytes = sum(memoryview(part).nbytes for part in parts)
     root = path.parents[2]
-    if _file_system(root)[1] >= needed_bytes and _write(path, parts) is None:
-        return  # asked before, as else most of it would be copied in vain
-    with locked(root):
-        _free_room(root, needed_bytes, key)
-        if (error := _write(path, parts)) is not None:
-            raise _full(root, needed_bytes, key, str(error)) from error
-
-
-def _write(path: Path, parts: tuple[bytes | memoryview, ...]) -> OSError | None:
-    """Write a file; the error if there was no room for it. Of one that is not whole nothing is left."""
+    file = None
+    if (
+        _file_system(root)[1] >= size_bytes
+    ):  # asked before, as to try takes others' room for a moment
+        file, _ = _reserve(path, size_bytes)
+    if file is None:
+        with locked(root):
+            _free_room(root, size_bytes, key)
+            file, error = _reserve(path, size_bytes)
+            if file is None:
+                raise _full(root, size_bytes, key, str(error)) from error
     try:
-        with open(path, "wb", buffering=0) as file:
-            for part in parts:
-                view = memoryview(part).cast("B")
-                while view.nbytes:
-                    view = view[file.write(view) :]
-    except BaseException as error:
+        with file:
+            yield file
+    except BaseException:
         path.unlink(missing_ok=True)  # it would be memory that nobody frees
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            return error
         raise
-    return None
+
+
+def write_all(file: BinaryIO, part: bytes | memoryview) -> None:
+    """Write all of a part to an unbuffered file, which may take less at a time."""
+    view = memoryview(part).cast("B")
+    while view.nbytes:
+        view = view[file.write(view) :]
+
+
+def write_whole(path: Path, *parts: bytes | memoryview, key: str) -> None:
+    """Write a file of a worker's staging folder as :func:`whole_file` makes it, or leave nothing."""
+    with whole_file(path, sum(memoryview(part).nbytes for part in parts), key=key) as file:
+        for part in parts:
+            write_all(file, part)
+
+
+def _reserve(path: Path, size_bytes: int) -> tuple[BinaryIO | None, OSError | None]:
+    """An open file with room, or the error if there was none for it; then nothing of it is left."""
+    try:
+        file = open(path, "wb", buffering=0)
+        try:
+            os.posix_fallocate(file.fileno(), 0, max(1, size_bytes))
+        except BaseException:
+            file.close()
+            raise
+        return file, None
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return None, error
+        raise
 
 
 def _free_room(root: Path, needed_bytes: int, key: str) -> None:

@@ -9,10 +9,11 @@ import asyncio
 import hashlib
 import itertools
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
+from epd_common.beginnings import Beginning
 from epd_common.engines import (
     AnswerHead,
     AnswerPiece,
@@ -27,6 +28,7 @@ from epd_common.errors import BadRequestError, UpstreamError
 from epd_common.ingest.body import RESPONSES
 from epd_common.ingest.contents import parts_of
 from epd_common.ingest.parts import text_of
+from epd_common.kept import Kept
 from epd_common.store import Arena
 from epd_common.store.arena import map_embedding
 from epd_common.store.embedding import EmbeddingHeader, pack_header, payload_checksum
@@ -171,7 +173,7 @@ class FakePdEngine:
     Switches: ``tower`` encodes, if it was told to; ``gate`` holds answers between their first piece and the
     rest while it is clear; ``status`` makes every answer an error of that status; ``padding`` is put behind
     every answer; ``refuses`` are metadata that it makes no prompt of; ``crash`` raises something that no
-    engine should; ``die`` ends the engine.
+    engine should; ``die`` ends the engine. Its ``kept`` is what a test says.
     """
 
     def __init__(self, model: str, fingerprint: str, arena: Arena, *, encodes: bool) -> None:
@@ -186,6 +188,7 @@ class FakePdEngine:
         self.refuses: dict[str, Any] | None = None
         self.padding = ""
         self.crash = False
+        self.kept = Kept()
         self.running: set[str] = set()
         self.begun: list[str] = []
         self.closed: list[str] = []
@@ -224,6 +227,8 @@ class FakePdEngine:
         body: dict[str, Any],
         placeholders: list[Placeholder],
         told: Told | None = None,
+        *,
+        beginnings: Sequence[Beginning] = (),
     ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         self.begun.append(request_id)
         self.running.add(request_id)

@@ -504,9 +504,9 @@ async def test_fc17_a_pd_worker_reads_no_pictures(
         reads.append(ref)
         return await get(store, ref)
 
-    def seen(engine: FakePdEngine, *args: Any) -> Any:
+    def seen(engine: FakePdEngine, *args: Any, **named: Any) -> Any:
         given.append(args)
-        return answer(engine, *args)
+        return answer(engine, *args, **named)
 
     monkeypatch.setattr(MediaStore, "get", noted)
     monkeypatch.setattr(FakePdEngine, "answer", seen)

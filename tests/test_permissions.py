@@ -116,6 +116,12 @@ async def test_requests_files_and_cancels_work_and_nothing_is_refused(
     assert (await stack.http.get(f"/v1/files/{file_id}/content")).content == third
     assert (await stack.http.delete(f"/v1/files/{file_id}")).status_code == 200
 
+    stack.pds[0].engine.kept.note(["a"], [])
+
+    async def is_told() -> bool:
+        return "epd_gateway_held_beginnings 1.0" in (await stack.http.get("/metrics")).text
+
+    await eventually(is_told, "the gateway hears what is held")
     await stack.add_pd()
     await stack.ready()
     for pd in stack.pds:
@@ -291,6 +297,7 @@ async def test_a_workers_health_check_works_with_its_rights(
 FORBIDDEN = {
     "gateway": (
         "epd.v1.ready.KEY",
+        "epd.v1.held.w",
         "epd.v1.dlq.encode",
         "$KV.epd_workers.pd.one",
         "$JS.API.CONSUMER.MSG.NEXT.EPD_GENERATE.c",
@@ -305,6 +312,7 @@ FORBIDDEN = {
         "epd.v1.generate.m.l0.any",
         "epd.v1.encode.m.l0",
         "epd.v1.cancel.r",
+        "epd.v1.held.w",
         "epd.v1.dlq.generate",
         "$KV.epd_workers.pd.one",
         "$KV.epd_workers.gateway.one",
@@ -328,6 +336,7 @@ FORBIDDEN = {
     ),
     "client": (
         "epd.v1.ready.KEY",
+        "epd.v1.held.w",
         "epd.v1.encode.m.l0",
         "epd.v1.dlq.encode",
         "epd.v1.health.w",
@@ -345,13 +354,21 @@ FORBIDDEN = {
 }
 
 CLOSED = {
-    "gateway": ("epd.v1.generate.>", "epd.v1.ready.*", "_INBOX.>", "_INBOX_pd.>", ">"),
-    "encoder": ("epd.v1.generate.>", "epd.v1.cancel.*", "_INBOX.>", "_INBOX_gateway.>", ">"),
+    "gateway": ("epd.v1.generate.>", "epd.v1.encode.>", "_INBOX.>", "_INBOX_pd.>", ">"),
+    "encoder": (
+        "epd.v1.generate.>",
+        "epd.v1.held.*",
+        "epd.v1.cancel.*",
+        "_INBOX.>",
+        "_INBOX_gateway.>",
+        ">",
+    ),
     "pd": ("epd.v1.generate.>", "epd.v1.encode.>", "_INBOX.>", "_INBOX_gateway.>", ">"),
     "client": (
         "epd.v1.generate.>",
         "epd.v1.encode.>",
         "epd.v1.ready.*",
+        "epd.v1.held.*",
         "epd.v1.cancel.*",
         "$KV.epd_workers.>",
         "_INBOX.>",

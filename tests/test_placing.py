@@ -13,8 +13,9 @@ import httpx
 import msgspec
 import pytest
 
+from epd_common.beginnings import MIN_TOKENS
 from epd_common.ingest.body import CHAT, COMPLETIONS, RESPONSES
-from epd_common.placing import FACTOR, MIN_TOKENS, Load, Outcome, Placing, choose, prefix_key
+from epd_common.placing import FACTOR, Load, Outcome, Placing, choose, prefix_key
 from epd_common.protocol import Item, Media, WorkerRecord
 from epd_common.rendezvous import ranked
 from service_stack import ServiceStack, bare_stack, eventually, picture
@@ -87,7 +88,7 @@ def test_who_is_alone_needs_no_place() -> None:
 
 def test_who_holds_what_is_needed_comes_before_the_hash() -> None:
     nearest = ranked("k", ["w0", "w1", "w2"])
-    assert choose("k", loads(0, 0, 0), holders=[nearest[2]]) == (nearest[2], "nearest")
+    assert choose("k", loads(0, 0, 0), holders=[nearest[2]]) == (nearest[2], "held")
     assert choose("k", loads(0, 0, 0), holders=["gone"]) == (nearest[0], "nearest")
     crowded = [Load(name, 20 if name == nearest[2] else 0, 100) for name in nearest]
     assert choose("k", crowded, holders=[nearest[2]]) == (nearest[0], "next")

@@ -16,6 +16,7 @@ from epd_common.protocol import (
     EmbeddingEvent,
     EncodeJob,
     GenerateJob,
+    Held,
     Item,
     Locator,
     Media,
@@ -128,6 +129,7 @@ FULL: dict[type[Message], Message] = {
         ReplayRequest(request_id="r", attempt=1, seq=5),
         ResumeRequest(request_id="r", attempt=2),
         Progress(request_id="r", attempt=2, seq=3, tokens=[[], [7, 8]], finish="length", last=b"x"),
+        Held(worker="w", epoch=5, seq=7, whole=True, keys=["a" * 16], gone=["b" * 16]),
         DeadLetter(
             stage="encode",
             subject="epd.v1.encode.m.l0",
@@ -180,6 +182,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "replay": {"request_id": "r", "attempt": 1, "seq": 0},
     "resume": {"request_id": "r", "attempt": 2},
     "progress": {"request_id": "r", "attempt": 2},
+    "held": {"worker": "w", "epoch": 5, "seq": 0},
     "dead": {"stage": "encode", "subject": "s", "reason": "r", "code": "c", "worker": "w"}
     | {"attempts": 1, "at": 1.0, "payload": b""},
     "worker": {"role": "pd", "worker": "w", "node": "n", "state": "ready", "beat": 0},

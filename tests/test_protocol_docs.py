@@ -108,6 +108,7 @@ def test_page_has_every_subject() -> None:
         subjects.ready_subject("KEY"),
         subjects.cancel_subject("REQUEST"),
         subjects.replay_subject("REQUEST"),
+        subjects.held_subject("WORKER"),
         subjects.dlq_subject("STAGE"),
         f"$KV.{subjects.WORKERS_BUCKET}.{subjects.worker_key('ROLE', 'WORKER')}",
         "epd.v1.health.WORKER",

@@ -34,6 +34,9 @@ LITTLE_MEMORY = ("--max-model-len", "1024", "--num-gpu-blocks-override", "10")
 SETUPS = {
     "e+pd": Setup(),
     "two of each": Setup(encoders=2, pds=2),
+    "by prefix, little memory": Setup(
+        pds=2, engine=LITTLE_MEMORY, environment={"EPD_PLACEMENT": "prefix"}
+    ),
     "little memory": Setup(engine=LITTLE_MEMORY),
     "both": Setup(encoders=0),
     "both, little memory": Setup(encoders=0, engine=LITTLE_MEMORY),

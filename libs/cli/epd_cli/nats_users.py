@@ -135,7 +135,7 @@ NATS_ROLES: dict[str, NatsRole] = {
             f"$JS.API.STREAM.MSG.DELETE.{subjects.ENCODE_STREAM}",
             *_watch()[1:],
         ),
-        subscribe=(*_served("gateway"), "epd.v1.cancel.*"),
+        subscribe=(*_served("gateway"), "epd.v1.cancel.*", "epd.v1.held.*", "epd.v1.ready.*"),
         never_publish=(f"{CLIENT_INBOX}.>",),
     ),
     "encoder": NatsRole(
@@ -155,6 +155,7 @@ NATS_ROLES: dict[str, NatsRole] = {
         publish=(
             "epd.v1.encode.>",
             "epd.v1.ready.*",
+            "epd.v1.held.*",
             "epd.v1.dlq.*",
             _inboxes("gateway"),
             *_service("pd"),

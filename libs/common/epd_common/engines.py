@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
+from epd_common.beginnings import Beginning
+from epd_common.kept import Kept
 from epd_common.store.embedding import EmbeddingHeader, IntegrityError
 
 Progress = Callable[[str], None]
@@ -182,6 +184,10 @@ class PdEngine(EncoderEngine, Protocol):
     It can encode, too, where its info says so.
     """
 
+    @property
+    def kept(self) -> Kept:
+        """The beginnings of prompts that its prefix cache holds, as far as it tells: those it was told of."""
+
     def answer(
         self,
         request_id: str,
@@ -189,6 +195,8 @@ class PdEngine(EncoderEngine, Protocol):
         body: dict[str, Any],
         placeholders: list[Placeholder],
         told: Told | None = None,
+        *,
+        beginnings: Sequence[Beginning] = (),
     ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         """An :class:`AnswerHead`, then the body in pieces. Closing the generator aborts the request.
 
@@ -198,6 +206,7 @@ class PdEngine(EncoderEngine, Protocol):
             body: Every media part is ``{"type": "media_ref", "item": N}``.
             placeholders: Of item N. Where its embedding is not pinned yet, the engine prefills up to it.
             told: The engine makes these pieces again, from their tokens, and goes on from there.
+            beginnings: Those of the prompt that ``kept`` shall tell of.
 
         Raises:
             epd_common.errors.BadRequestError: ``told`` cannot be of this request.

@@ -1,21 +1,24 @@
-"""Which PD worker a request is meant for: the one that may have its beginning in its prefix cache.
+"""Which PD worker a request is meant for: the one that has its beginning in its prefix cache, or may have.
 
-Requests that begin alike (turns of one conversation, questions about one document) are sent to one worker by
-rendezvous hashing of that beginning, so that senders agree without talking, and a worker that joins or leaves
-moves few of them. A worker that has more than its share of work is passed over, so that a popular beginning
-does not wait in one place while others are idle.
+Workers say what they hold (:mod:`epd_common.held_index`): who holds the longest beginning of a request comes
+first, then those on whose nodes its embeddings lie. Where nothing is known, requests that begin alike (turns
+of one conversation, questions about one document) are sent to one worker by rendezvous hashing of that
+beginning, so that senders agree without talking, and a worker that joins or leaves moves few of them. One
+that has more than its share of work is passed over, so that a popular beginning does not wait in one place
+while others are idle.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import msgspec
 import xxhash
 
+from epd_common.beginnings import MIN_TOKENS, Beginning, beginnings_of
 from epd_common.costs import work_of
 from epd_common.ingest.body import CHAT, CONTENT_FIELDS, RESPONSES
 from epd_common.ingest.contents import PROMPT_FIELDS
@@ -23,10 +26,6 @@ from epd_common.ingest.parts import text_of
 from epd_common.protocol import Item, WorkerRecord
 from epd_common.protocol.subjects import ANY_PLACE
 from epd_common.rendezvous import ranked
-
-MIN_TOKENS = 256
-"""A shorter prompt is prefilled sooner than it is worth waiting for anybody in particular: about 12 ms on an
-H100 with a model of 7B."""
 
 FACTOR = 1.5
 """A worker's work is above its share beyond so many times the mean, and one request more."""
@@ -37,9 +36,9 @@ TRIES = 2
 MOST_KNOWN = 1024
 """Workers whose placed requests are counted at once."""
 
-Outcome = Literal["nearest", "next", "crowded", "unplaced"]
-"""How a request was placed: with the nearest worker, with the next one, with nobody in particular as both
-had too much work, or as there was no reason."""
+Outcome = Literal["held", "nearest", "next", "crowded", "unplaced"]
+"""How a request was placed: with a worker that holds what it needs, with the nearest one, with the next one,
+with nobody in particular as both had too much work, or as there was no reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +105,53 @@ def choose(key: str, loads: Sequence[Load], *, holders: Sequence[str] = ()) -> t
     for number, name in enumerate(order[:TRIES]):
         load = by_name[name]
         if load.backlog <= bound and load.backlog < load.slots:
-            return name, "next" if number else "nearest"
+            return name, "held" if name in known else "next" if number else "nearest"
     return ANY_PLACE, "crowded"
+
+
+def holders_of(
+    key: str,
+    beginnings: Sequence[Beginning],
+    keys: Sequence[str],
+    workers: Mapping[str, str],
+    *,
+    held_by: Callable[[str], Set[str]],
+    nodes_of: Callable[[str], Set[str]],
+) -> list[str]:
+    """Workers that hold what a request needs, the best first. Pure policy.
+
+    Who holds a longer beginning comes before others, and then who has more of the embeddings on its node
+    than all have. Among equals it is as for those that hold nothing: the nearest to ``key`` first.
+
+    Args:
+        key: What the request begins with, as for :func:`choose`.
+        beginnings: Its beginnings, the longest last.
+        keys: Of its embeddings.
+        workers: Those that could do it, and their nodes.
+        held_by: Gives the keys of the beginnings that a worker holds.
+        nodes_of: Gives the nodes on which an embedding lies.
+    """
+    lies = [nodes_of(embedding) for embedding in set(keys)]
+    near = {worker: sum(node in nodes for nodes in lies) for worker, node in workers.items()}
+    everywhere = min(near.values(), default=0)
+    worth: dict[str, tuple[int, int]] = {}
+    for worker in workers:
+        holds = held_by(worker)
+        tokens = (named.tokens for named in reversed(beginnings) if named.key in holds)
+        worth[worker] = (next(tokens, 0), near[worker] - everywhere)
+    best = ranked(key, [worker for worker in workers if any(worth[worker])])
+    return sorted(best, key=lambda worker: worth[worker], reverse=True)
 
 
 class Workers(Protocol):
     """The part of the registry that placing needs."""
 
     def ready(self, role: str, model: str) -> list[WorkerRecord]: ...
+
+
+def _nothing_known(name: str) -> Set[str]:
+    del name
+    return frozenset()
 
 
 class Placing:
@@ -124,9 +162,20 @@ class Placing:
 
     Args:
         noted: Told of each request how it was placed.
+        held_by: Gives the keys of the beginnings that a worker holds, as far as that is known.
+        nodes_of: Gives the nodes on which an embedding lies, as far as that is known.
     """
 
-    def __init__(self, workers: Workers, noted: Callable[[Outcome], object]) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        noted: Callable[[Outcome], object],
+        *,
+        held_by: Callable[[str], Set[str]] = _nothing_known,
+        nodes_of: Callable[[str], Set[str]] = _nothing_known,
+    ) -> None:
+        self._held_by = held_by
+        self._nodes_of = nodes_of
         self._workers = workers
         self._noted = noted
         self._placed: dict[str, tuple[int, int]] = {}
@@ -166,7 +215,15 @@ class Placing:
             Load(record.worker, record.busy + self._since(record), record.slots)
             for record in records
         ]
-        place, outcome = choose(key, loads)
+        holders = holders_of(
+            key,
+            beginnings_of(route, body, items),
+            [item.key for item in items],
+            {record.worker: record.node for record in records},
+            held_by=self._held_by,
+            nodes_of=self._nodes_of,
+        )
+        place, outcome = choose(key, loads, holders=holders)
         for record in records:
             if record.worker == place:
                 if len(self._placed) > MOST_KNOWN:  # workers of long ago among them

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Literal
 
+from epd_common.beginnings import Beginning
 from epd_common.changes import Changes
 from epd_common.engines import (
     AnswerHead,
@@ -24,6 +25,7 @@ from epd_common.engines import (
 )
 from epd_common.errors import EpdError, UpstreamError
 from epd_common.ingest.body import CHAT, RESPONSES
+from epd_common.kept import BlockWatch, Kept
 from epd_common.store import Arena
 from epd_common.store.embedding import IntegrityError
 from epd_sim.answers import token_of
@@ -69,7 +71,10 @@ class SimPdEngine(SimEngine):
         self._scheduler = Scheduler(
             max_num_seqs=max_num_seqs, budget=options.profile.prefill_budget, held=self._held
         )
-        self._cache = PrefixCache(options.profile.kv_tokens if options.prefix_caching else 0)
+        self._kept = Kept()
+        self._watch = BlockWatch(self._kept.note)
+        tokens = options.profile.kv_tokens if options.prefix_caching else 0
+        self._cache = PrefixCache(tokens, self._watch)
         self._signatures: OrderedDict[str, bytes] = OrderedDict()
         """Of items whose rows the cache may hold."""
         self._inside: dict[Sequence, PromptInside] = {}
@@ -79,6 +84,10 @@ class SimPdEngine(SimEngine):
     @property
     def owes(self) -> bool:
         return self._stepping or super().owes
+
+    @property
+    def kept(self) -> Kept:
+        return self._kept
 
     async def start(self, progress: Progress) -> EngineInfo:
         info = await super().start(progress)
@@ -92,6 +101,8 @@ class SimPdEngine(SimEngine):
         body: dict[str, Any],
         placeholders: list[Placeholder],
         told: Told | None = None,
+        *,
+        beginnings: Iterable[Beginning] = (),
     ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         try:
             request = read_request(
@@ -105,6 +116,7 @@ class SimPdEngine(SimEngine):
             yield AnswerHead(400, JSON_TYPE)
             yield AnswerPiece(error_body(400, error.message, error.param))
             return
+        request.begins_with(beginnings)
         if told is not None:
             request.go_on(told)
         replies: Replies = (
@@ -181,7 +193,10 @@ class SimPdEngine(SimEngine):
         """Keep the blocks that a step completes."""
         for sequence, tokens in step.prefill:
             if (prompt := self._inside.get(sequence)) is not None:
-                self._cache.keep(prompt.blocks[: (sequence.computed + tokens) // BLOCK_TOKENS])
+                computed = sequence.computed + tokens
+                self._cache.keep(prompt.blocks[: computed // BLOCK_TOKENS])
+                if computed == sequence.prompt_tokens:
+                    self._watch.prefilled(prompt.ends)
 
     def _is_here(self, key: str) -> bool:
         return (self._pins / key).exists()

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import xxhash
 
+from epd_common.kept import BlockWatch
+
 BLOCK_TOKENS = 16
 _TOKEN_BYTES = 4
 
@@ -41,10 +43,12 @@ class PrefixCache:
 
     Args:
         tokens: That it holds at most; 0: nothing is kept.
+        watch: Is told of blocks that are stored and removed, as vLLM tells by its KV events.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, watch: BlockWatch | None = None) -> None:
         self._most = tokens // BLOCK_TOKENS
+        self._watch = watch
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def held(self, blocks: Sequence[bytes]) -> int:
@@ -59,8 +63,13 @@ class PrefixCache:
     def keep(self, blocks: Sequence[bytes]) -> None:
         """A prompt's blocks were computed or used."""
         # A beginning is used by more prompts than an end, and goes later.
+        stored = [block for block in blocks if block not in self._blocks]
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
+        removed = []
         while len(self._blocks) > self._most:
-            self._blocks.popitem(last=False)
+            removed.append(self._blocks.popitem(last=False)[0])
+        if self._watch is not None:
+            self._watch.stored(stored)
+            self._watch.removed(removed)

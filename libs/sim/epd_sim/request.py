@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from epd_common.beginnings import Beginning
 from epd_common.engines import Placeholder, Told
 from epd_common.errors import BadRequestError, EpdError
 from epd_sim.answers import answer_length, answer_words, prompts_of, word_of
 from epd_sim.parameters import Parameters, RefusedError, read_parameters
-from epd_sim.prefix_cache import blocks_of, item_tokens, text_tokens
+from epd_sim.prefix_cache import BLOCK_TOKENS, blocks_of, item_tokens, text_tokens
 from epd_sim.prompts import ITEM_TOKENS, MediaPart, Prompt
 from epd_sim.replies import Usage
 from epd_sim.scheduler import Sequence, Span
@@ -25,6 +27,7 @@ class PromptInside:
         evidence: Texts, and signatures in the places of items; empty ones until they are read.
         places: Of each item in ``evidence``.
         blocks: Names of the prompt's whole blocks, for the prefix cache.
+        ends: Beginnings by which others know the prompt, and the blocks in which they end.
         told: Words that another engine has told, with which the answer begins.
     """
 
@@ -35,6 +38,7 @@ class PromptInside:
     expected: list[Placeholder]
     request: RequestInside
     blocks: list[bytes]
+    ends: list[tuple[str, bytes]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     _words: list[list[str]] = field(default_factory=list)
 
@@ -77,6 +81,15 @@ class RequestInside:
             sum(sequence.answer_tokens * sequence.choices for sequence in sequences),
             sum(sequence.cached for sequence in sequences),
         )
+
+    def begins_with(self, beginnings: Iterable[Beginning]) -> None:
+        """Note where the beginnings of its prompt end; none is known of a request of several prompts."""
+        if len(self.prompts) > 1:
+            return
+        (prompt,) = self.prompts
+        tokens = prompt.sequence.prompt_tokens
+        ends = [(named.key, int(named.share * tokens) // BLOCK_TOKENS) for named in beginnings]
+        prompt.ends = [(key, prompt.blocks[count - 1]) for key, count in ends if count]
 
     def go_on(self, told: Told) -> None:
         """The answer begins with words that another engine has told; they stand behind the prompt.

@@ -8,7 +8,8 @@ for the arena's lock where its file system is full.
 As ``ec_both`` it is a producer to requests that bring media, and a consumer to those that name keys in
 ``ec_transfer_params``.
 
-Configured by ``ec_connector_extra_config``: ``staging`` (producer) and ``pins`` (consumer), folders both.
+Configured by ``ec_connector_extra_config``: ``staging`` (producer) and ``pins`` (consumer), folders both;
+``kept_pipe`` (consumer) is for the scheduler.
 Which items of a request may be scheduled is for the ``Gate`` to say.
 """
 
@@ -66,6 +67,7 @@ class EpdConnector(ECConnectorBase):
             dtype=dtype_name(model),
         )
         self.sleep_when_stalled: bool = config.get_from_extra_config("sleep_when_stalled", True)
+        self.kept_pipe: str = config.get_from_extra_config("kept_pipe", "")
         self._loads: set[str] = set()
         self._resolver = PlaceholderMetadataResolver(vllm_config.model_config)
 

@@ -19,15 +19,18 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
+from epd_vllm.beginnings import attach
 from epd_vllm.tape import TAPE, Tape
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 
 
 class ContinuingLLM(AsyncLLM):
-    """Looks at the :data:`~epd_vllm.tape.TAPE` of the task in which a request comes."""
+    """Looks at the :data:`~epd_vllm.tape.TAPE` of the task in which a request comes, and at its
+    :data:`~epd_vllm.beginnings.BEGINNINGS`."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        attach(kwargs["sampling_params"] if "sampling_params" in kwargs else args[1])
         tape = TAPE.get()
         async with contextlib.aclosing(super().generate(*args, **kwargs)) as outputs:
             async for output in outputs:

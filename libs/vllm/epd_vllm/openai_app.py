@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from epd_common.beginnings import Beginning
 from epd_common.engines import AnswerHead, AnswerPiece
+from epd_vllm.beginnings import BEGINNINGS
 from epd_vllm.tape import TAPE, Tape
 
 if TYPE_CHECKING:
@@ -57,12 +59,19 @@ class OpenAIApp:
         return cls(app)
 
     async def call(
-        self, path: str, body: bytes, *, request_id: str, tape: Tape | None = None
+        self,
+        path: str,
+        body: bytes,
+        *,
+        request_id: str,
+        tape: Tape | None = None,
+        beginnings: Sequence[Beginning] = (),
     ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         """POST a JSON body: the head, then pieces of the body as the application sends them.
 
         Args:
             tape: Notes the tokens of the pieces.
+            beginnings: Go with the request to the engine.
         """
         sent: asyncio.Queue[AnswerHead | AnswerPiece | None] = asyncio.Queue()
         gone = asyncio.Event()
@@ -84,6 +93,7 @@ class OpenAIApp:
 
         async def run() -> None:
             TAPE.set(tape)
+            BEGINNINGS.set(beginnings)
             try:
                 await self.application(_scope(path, body, request_id), receive, send)
             finally:

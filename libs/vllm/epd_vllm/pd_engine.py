@@ -9,12 +9,15 @@ import asyncio
 import base64
 import io
 import json
-from collections.abc import AsyncGenerator
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy
 
+from epd_common.beginnings import Beginning
 from epd_common.engines import (
     AnswerHead,
     AnswerPiece,
@@ -27,10 +30,12 @@ from epd_common.errors import BadRequestError
 from epd_common.ingest.body import RESPONSES
 from epd_common.ingest.contents import contents_of
 from epd_common.ingest.data_uri import make_data_uri
+from epd_common.kept import Kept
 from epd_common.store import Arena
 from epd_vllm.compat import vllm_version
 from epd_vllm.engine import EngineOptions, VllmEngine
 from epd_vllm.gate import managed_params
+from epd_vllm.kept_pipe import KeptReader
 from epd_vllm.launch import inspect
 from epd_vllm.model import model_folder, needs_vision_tower
 from epd_vllm.openai_app import OpenAIApp
@@ -51,6 +56,7 @@ class VllmPdEngine(VllmEngine):
         max_items: Items of one request, at most.
         encode: Whether it shall encode items: ``loaded`` if the model keeps its tower in any case.
         sleep_when_stalled: Let the engine's process sleep while all its requests wait for embeddings.
+        kv_events: Have the engine tell what its prefix cache holds.
     """
 
     def __init__(
@@ -61,12 +67,16 @@ class VllmPdEngine(VllmEngine):
         max_items: int,
         encode: Literal["never", "loaded", "always"] = "never",
         sleep_when_stalled: bool = True,
+        kv_events: bool = False,
     ) -> None:
         super().__init__(options, staging=arena.staging)
         self._pins = arena.pins
         self._max_items = max_items
         self._encode = encode
         self._sleep_when_stalled = sleep_when_stalled
+        self._kv_events = kv_events
+        self._kept = Kept()
+        self._reader = KeptReader(self._kept)
         self._fingerprint = ""
         self._app: OpenAIApp | None = None
         self._answering: dict[str, list[str]] = {}
@@ -78,7 +88,20 @@ class VllmPdEngine(VllmEngine):
             all((self._pins / key).exists() for key in keys) for keys in self._answering.values()
         )
 
+    @property
+    def kept(self) -> Kept:
+        return self._kept
+
     async def start(self, progress: Progress) -> EngineInfo:
+        if not self._kv_events:
+            return await self._start(progress, pipe="")
+        # Nothing is left of the pipe's name once the engine has opened it.
+        with tempfile.TemporaryDirectory(prefix="epd-kept-") as pipes:
+            pipe = Path(pipes) / "pipe"
+            self._reader.open(pipe)
+            return await self._start(progress, pipe=str(pipe))
+
+    async def _start(self, progress: Progress, *, pipe: str) -> EngineInfo:
         folder = await asyncio.to_thread(model_folder, self._options.model)
         progress("importing vLLM")
         modalities = await inspect(self._arguments({}))
@@ -89,6 +112,10 @@ class VllmPdEngine(VllmEngine):
         limits |= dict.fromkeys(modalities.raw, self._max_items)
         arguments = self._arguments(
             {
+                "--kv-events-config": json.dumps(
+                    # Told by the scheduler itself, by the pipe: nobody else need listen.
+                    {"enable_kv_cache_events": self._kv_events, "publisher": "null"}
+                ),
                 "--disable-uvicorn-access-log": None,
                 "--enable-mm-embeds": None,
                 "--scheduling-policy": "priority",
@@ -102,6 +129,7 @@ class VllmPdEngine(VllmEngine):
                             "pins": str(self._pins),
                             "staging": str(self._staging),
                             "sleep_when_stalled": self._sleep_when_stalled,
+                            "kept_pipe": pipe,
                         },
                     }
                 ),
@@ -123,6 +151,8 @@ class VllmPdEngine(VllmEngine):
         body: dict[str, Any],
         placeholders: list[Placeholder],
         told: Told | None = None,
+        *,
+        beginnings: Sequence[Beginning] = (),
     ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         if self._app is None:
             raise RuntimeError("the engine was not started")
@@ -132,7 +162,13 @@ class VllmPdEngine(VllmEngine):
         if route == RESPONSES:
             name_answer(body, request_id)
         tape = Tape(told) if body.get("stream") else None
-        call = self._app.call(route, msgspec.json.encode(body), request_id=request_id, tape=tape)
+        call = self._app.call(
+            route,
+            msgspec.json.encode(body),
+            request_id=request_id,
+            tape=tape,
+            beginnings=beginnings if self._kv_events else (),
+        )
         parts = call
         if route == RESPONSES and tape is not None:
             parts = held_back(call, request_id=request_id)
@@ -173,9 +209,14 @@ class VllmPdEngine(VllmEngine):
         if self._engine is not None:
             await self._engine.reset_encoder_cache()
 
+    async def reset_prefix_cache(self) -> bool:
+        """Have the engine forget what it keeps of prompts; False if it could not, as while it runs any."""
+        return self._engine is not None and bool(await self._engine.reset_prefix_cache())
+
     async def stop(self) -> None:
         self._app = None
         await super().stop()
+        self._reader.close()
 
 
 def put_placeholders(

@@ -1,4 +1,5 @@
-"""vLLM's scheduler, which joins gate, connector and cache manager, and sleeps while all requests wait.
+"""vLLM's scheduler, which joins gate, connector, cache manager and KV events, and sleeps while all requests
+wait.
 
 While a request waits inside the engine, vLLM's core loop polls every millisecond. With ``sleep_when_stalled``
 in the connector's extra configuration this scheduler says that it has nothing to do when its last pass
@@ -13,14 +14,17 @@ gives its memory back and begins anew once all its embeddings are there.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_events import EventPublisher, KVEventBatch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from epd_vllm.cache_manager import GatedEncoderCacheManager
 from epd_vllm.connector import EpdConnector
 from epd_vllm.gate import Gate
+from epd_vllm.kv_events import KvEvents
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -39,12 +43,17 @@ class _Gated(Scheduler):
         """Whether somebody who could run found no room, and requests that wait have some."""
         self._sleeps = False
         self._gate: Gate | None = None
+        self._kv_events: KvEvents | None = None
         if isinstance(self.ec_connector, EpdConnector) and self.ec_connector.is_consumer:
             self._gate = self.ec_connector.gate
             self._gate.manager = self.encoder_cache_manager
             self._sleeps = self.ec_connector.sleep_when_stalled
             if isinstance(self.encoder_cache_manager, GatedEncoderCacheManager):
                 self.encoder_cache_manager.gate = self._gate
+            if self.enable_kv_cache_events and (pipe := self.ec_connector.kept_pipe):
+                publisher: EventPublisher = self.kv_event_publisher
+                self._kv_events = KvEvents(publisher, Path(pipe), block_tokens=self.hash_block_size)
+                self.kv_event_publisher: EventPublisher = self._kv_events
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._gate is None:
@@ -82,17 +91,32 @@ class _Gated(Scheduler):
     def add_request(self, request: Request) -> None:
         self._stalled = False
         super().add_request(request)
+        if self._kv_events is not None:
+            self._kv_events.came(request)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         self._stalled = False
-        return super().finish_requests(*args, **kwargs)
+        finished = super().finish_requests(*args, **kwargs)
+        if self._kv_events is not None:
+            self._kv_events.left()
+        return finished
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        done: bool = super().reset_prefix_cache(*args, **kwargs)
+        # vLLM tells with the next step, which may be long in coming.
+        if self._kv_events is not None and (events := self.kv_cache_manager.take_events()):
+            self._kv_events.publish(KVEventBatch(ts=time.time(), events=events))
+        return done
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         if scheduler_output.total_num_scheduled_tokens:
             self._stalled = False  # with async scheduling a step was under way
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._kv_events is not None:
+            self._kv_events.computed(list(scheduler_output.num_scheduled_tokens))
+        return outputs
 
     def has_requests(self) -> bool:
         if not super().has_requests():

@@ -77,9 +77,20 @@ class GatewayMetrics:
         )
         self.placements = Counter(
             "epd_gateway_placements",
-            "Requests by how they were placed: with the PD worker nearest to what they begin with, with the "
-            "next one, with none in particular as both were crowded, or unplaced for want of a reason.",
+            "Requests by how they were placed: with a PD worker that holds what they begin with or has their "
+            "embeddings on its node (held), with the one nearest to what they begin with, with the next one, "
+            "with none in particular as both were crowded, or unplaced for want of a reason.",
             ("outcome",),
+            registry=self.registry,
+        )
+        self.telling_workers = Gauge(
+            "epd_gateway_telling_workers",
+            "PD workers of which this gateway knows what their prefix caches hold now.",
+            registry=self.registry,
+        )
+        self.held_beginnings = Gauge(
+            "epd_gateway_held_beginnings",
+            "Beginnings of prompts that these hold, each as often as it is held.",
             registry=self.registry,
         )
         self.open_cost = Gauge(

@@ -16,7 +16,9 @@ from redis.asyncio import Redis
 
 from epd_common.bus import Bus, Registry, announce, declare_streams
 from epd_common.bus.micro import micro_service
+from epd_common.embedding_nodes import EmbeddingNodes
 from epd_common.errors import UnavailableError
+from epd_common.held_index import HeldIndex
 from epd_common.ingest import Ingest, PictureChecker
 from epd_common.lifecycle import wait_any
 from epd_common.orders import Orders
@@ -167,7 +169,7 @@ async def _edge(
         hub=hub,
         sizes=SizeTables(redis),
         name=name,
-        placing=_placing(settings, registry, metrics),
+        placing=await _placing(stack, settings, bus, registry, metrics),
     )
     door = Door(
         settings,
@@ -191,12 +193,29 @@ async def _edge(
     )
 
 
-def _placing(
-    settings: GatewaySettings, registry: Registry, metrics: GatewayMetrics
+async def _placing(
+    stack: AsyncExitStack,
+    settings: GatewaySettings,
+    bus: Bus,
+    registry: Registry,
+    metrics: GatewayMetrics,
 ) -> Placing | None:
     if settings.placement == "any":
         return None
-    return Placing(registry, lambda outcome: metrics.placements.labels(outcome).inc())
+    held, nodes = HeldIndex(), EmbeddingNodes()
+    for subject, handler in (
+        (subjects.held_subject("*"), held.on_message),
+        (subjects.ready_subject("*"), nodes.on_message),
+    ):
+        await stack.enter_async_context(bus.listening(subject, handler))
+    metrics.telling_workers.set_function(lambda: len(held.sizes()))
+    metrics.held_beginnings.set_function(lambda: sum(held.sizes()))
+    return Placing(
+        registry,
+        lambda outcome: metrics.placements.labels(outcome).inc(),
+        held_by=held.held_by,
+        nodes_of=nodes.nodes_of,
+    )
 
 
 def _listen(settings: GatewaySettings) -> socket.socket:

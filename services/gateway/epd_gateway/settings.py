@@ -85,9 +85,10 @@ class GatewaySettings(IngestSettings):
 
     placement: Literal["prefix", "any"] = Field(
         "any",
-        description="`prefix` sends requests that begin alike, such as the turns of a conversation, to the "
-        "same PD worker, which may have that beginning in its prefix cache, unless it has too much work; "
-        "`any` leaves each to whoever is free.",
+        description="`prefix` sends a request to the PD worker that says it holds its beginning in its "
+        "prefix cache, else to one whose node has its embeddings, else requests that begin alike, such as "
+        "the turns of a conversation, to the same worker; never to one that has too much work. `any` leaves "
+        "each to whoever is free.",
     )
 
     tenant_media_bytes: int = Field(

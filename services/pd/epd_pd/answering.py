@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epd_common.backlog import Share
+from epd_common.beginnings import Beginning, beginnings_of
 from epd_common.costs import work_of
 from epd_common.engines import AnswerHead, AnswerPiece, EngineInfo, PdEngine, Told
 from epd_common.errors import (
@@ -50,6 +51,7 @@ class Attempt:
         share: What it adds to the worker's backlog.
         keys: Of its items; those of raw ones only once it is prepared.
         arrivals: What it waits for, once it is prepared.
+        beginnings: By which others know its prompt, once it is prepared.
     """
 
     job: GenerateJob
@@ -59,6 +61,7 @@ class Attempt:
     share: Share
     keys: list[str] = field(default_factory=list)
     arrivals: Arrivals | None = None
+    beginnings: list[Beginning] = field(default_factory=list)
 
     @property
     def log_fields(self) -> dict[str, Any]:
@@ -70,6 +73,7 @@ class Answering:
 
     Args:
         long_wait_s: See :func:`epd_common.urgency.engine_priority`.
+        tells_kept: Whether others are told what the engine keeps of prompts.
         counters: ``resumed``, ``wrong_forecasts``.
     """
 
@@ -84,8 +88,10 @@ class Answering:
         admission: Admission,
         resuming: Resuming,
         long_wait_s: float,
+        tells_kept: bool,
         counters: Counter[str],
     ) -> None:
+        self._tells_kept = tells_kept
         self._engine = engine
         self._info = info
         self._ingest = ingest
@@ -143,6 +149,8 @@ class Answering:
             items=job.items,
         )
         attempt.keys = [item.key for item in prepared.items]
+        if self._tells_kept:
+            attempt.beginnings = beginnings_of(job.route, prepared.body, prepared.items)
         context = OrderContext(
             model=job.model,
             fingerprint=self._info.fingerprint,
@@ -234,7 +242,12 @@ class Answering:
         writer.rewind()
         # The engine puts its own parts into the body; the next beginning needs it as it was.
         answer = self._engine.answer(
-            job.request_id, job.route, copy.deepcopy(body), arrivals.placeholders(), told
+            job.request_id,
+            job.route,
+            copy.deepcopy(body),
+            arrivals.placeholders(),
+            told,
+            beginnings=attempt.beginnings,
         )
         async with contextlib.aclosing(answer):
             async for part in _once_known(answer, arrivals):

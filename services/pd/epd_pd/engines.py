@@ -34,6 +34,7 @@ def _vllm(settings: PdSettings, arena: Arena) -> PdEngine:
         max_items=settings.max_items,
         encode=_encode(settings),
         sleep_when_stalled=settings.sleep_when_stalled,
+        kv_events=settings.kv_events,
     )
 
 

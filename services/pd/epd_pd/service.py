@@ -19,6 +19,7 @@ from epd_common.store import Arena, SizeTable
 from epd_pd.admission import Admission
 from epd_pd.answering import Answering
 from epd_pd.cancels import Cancels
+from epd_pd.holdings import telling_what_is_held
 from epd_pd.jobs import GenerateHandler
 from epd_pd.local_encode import LocalEncode
 from epd_pd.other_places import looking_into_other_places
@@ -93,8 +94,13 @@ class PdService:
                 admission=Admission(settings.max_incomplete),
                 resuming=resuming,
                 long_wait_s=settings.prefill_wait_s,
+                tells_kept=settings.kv_events,
                 counters=counters,
             )
+            if settings.kv_events:
+                await stack.enter_async_context(
+                    telling_what_is_held(parts.bus, engine.kept, worker=settings.worker_id)
+                )
             backlog = Backlog()
             handler = GenerateHandler(
                 bus=parts.bus,

@@ -39,6 +39,11 @@ class PdSettings(SimSettings, EncodeSettings, IngestSettings):
         description="Let the engine's process sleep while all its requests wait for embeddings, instead of "
         "polling every millisecond.",
     )
+    kv_events: bool = Field(
+        True,
+        description="Tell gateways which beginnings of prompts the engine's prefix cache holds, for those "
+        "that place requests by them (`EPD_PLACEMENT=prefix`).",
+    )
     ec_role: Literal["ec_consumer", "ec_both"] = Field(
         "ec_consumer",
         description="`ec_consumer` leaves encoding to encoders; `ec_both` takes encode jobs as well, so that "

@@ -1,8 +1,9 @@
 """Protocol v1: what travels between a client, the gateway, encoders and PD workers.
 
 One module a link: ``jobs`` (client or gateway to workers), ``events`` (encoder to all), ``replies``
-(PD to the requester), ``control`` (cancel, replay, resume, dead letters), ``workers`` (the registry).
-``codec`` turns them into MessagePack and back, ``subjects`` and ``keys`` name things.
+(PD to the requester), ``control`` (cancel, replay, resume, dead letters), ``workers`` (the registry),
+``holdings`` (PD workers to who places requests). ``codec`` turns them into MessagePack and back, ``subjects``
+and ``keys`` name things.
 """
 
 from epd_common.protocol.codec import ProtocolError, decode, decode_reply, encode
@@ -15,6 +16,7 @@ from epd_common.protocol.control import (
     ResumeRequest,
 )
 from epd_common.protocol.events import EmbeddingEvent, EmbeddingState, Locator
+from epd_common.protocol.holdings import Held
 from epd_common.protocol.jobs import EncodeJob, GenerateJob, Item, Media
 from epd_common.protocol.replies import ReplyData, ReplyEnd, ReplyError, ReplyHead
 from epd_common.protocol.workers import WorkerRecord, WorkerState
@@ -27,6 +29,7 @@ __all__ = [
     "EmbeddingState",
     "EncodeJob",
     "GenerateJob",
+    "Held",
     "Item",
     "Locator",
     "Media",

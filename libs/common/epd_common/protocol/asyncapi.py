@@ -28,6 +28,7 @@ from epd_common.protocol.control import (
     ResumeRequest,
 )
 from epd_common.protocol.events import EmbeddingEvent
+from epd_common.protocol.holdings import Held
 from epd_common.protocol.jobs import EncodeJob, GenerateJob
 from epd_common.protocol.replies import ReplyData, ReplyEnd, ReplyError, ReplyHead
 from epd_common.protocol.workers import WorkerRecord
@@ -162,6 +163,15 @@ _CHANNELS: dict[str, _Channel] = {
         "The requester says what it has of an answer, when a worker asks by `resume`.",
         (Progress,),
         False,
+        True,
+        _CORE,
+    ),
+    "held": _Channel(
+        subjects.held_subject("WORKER"),
+        "Prefix caches",
+        "A PD worker says which beginnings of prompts its cache holds, at least every second.",
+        (Held,),
+        True,
         True,
         _CORE,
     ),

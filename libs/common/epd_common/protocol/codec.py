@@ -17,6 +17,7 @@ from epd_common.protocol.control import (
     ResumeRequest,
 )
 from epd_common.protocol.events import EmbeddingEvent
+from epd_common.protocol.holdings import Held
 from epd_common.protocol.jobs import EncodeJob, GenerateJob
 from epd_common.protocol.replies import ReplyData, ReplyEnd, ReplyError, ReplyFrame, ReplyHead
 from epd_common.protocol.workers import WorkerRecord
@@ -36,6 +37,7 @@ MESSAGES: tuple[type[Message], ...] = (
     ReplayRequest,
     ResumeRequest,
     Progress,
+    Held,
     DeadLetter,
     WorkerRecord,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 from collections.abc import Callable
@@ -26,12 +27,17 @@ from epd_common.errors import EpdError
 
 
 class Measurement(msgspec.Struct, kw_only=True):
-    """What one system did in one round."""
+    """What one system did in one round.
+
+    Attributes:
+        light: Of a mix, the requests with one picture or none.
+    """
 
     system: str
     round: int
     seed: int
     summary: Summary | None = None
+    light: Summary | None = None
     goodput: Goodput | None = None
     client: ClientLoad | None = None
     use: TargetUse | None = None
@@ -84,13 +90,16 @@ async def _run(
     use = use_between(before, after, requests=load.sent, distinct_images=distinct)
     if plan.kill_encoder:  # its counts died with it
         use.encodes_per_distinct_image, use.counts = None, {}
+    summary = functools.partial(
+        summarise, lasted_s=load.lasted_s, distinct_images=distinct, slo=plan.slo
+    )
+    light = [outcome for outcome in load.outcomes if outcome.images <= 1]
     return Measurement(
         system=system.name,
         round=number,
         seed=seed,
-        summary=summarise(
-            load.outcomes, lasted_s=load.lasted_s, distinct_images=distinct, slo=plan.slo
-        ),
+        summary=summary(load.outcomes),
+        light=summary(light) if 0 < len(light) < len(load.outcomes) else None,
         client=used,
         use=use,
     )
@@ -162,6 +171,7 @@ _FIGURES: dict[str, Figure] = {
     "TTFT p50, s": lambda m: m.summary.ttft.p50 if m.summary is not None else 0.0,
     "TTFT p90, s": lambda m: m.summary.ttft.p90 if m.summary is not None else 0.0,
     "TTFT p99, s": lambda m: m.summary.ttft.p99 if m.summary is not None else 0.0,
+    "TTFT p99 with one picture or none, s": lambda m: m.light.ttft.p99 if m.light else 0.0,
     "TPOT p50, s": lambda m: m.summary.tpot.p50 if m.summary is not None else 0.0,
     "TPOT p99, s": lambda m: m.summary.tpot.p99 if m.summary is not None else 0.0,
     "whole answer p50, s": lambda m: m.summary.e2e.p50 if m.summary is not None else 0.0,

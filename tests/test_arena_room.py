@@ -116,6 +116,7 @@ def test_what_others_fill_is_warned_of(
     arena.close()
 
 
+@pytest.mark.slow
 async def test_fc28_an_arena_that_is_full_for_a_while_costs_time_alone(
     nats_url: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

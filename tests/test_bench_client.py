@@ -177,6 +177,7 @@ def prober(server: ScriptedServer, client: Client, slo: str, **options: Any) -> 
     )
 
 
+@pytest.mark.slow
 async def test_goodput_of_a_server_that_gets_slow() -> None:
     """It answers at once while few requests are open, and too late where there are many."""
     server: ScriptedServer

@@ -275,6 +275,7 @@ async def test_requests_go_to_who_says_it_holds_their_beginning(stack: ServiceSt
     await eventually(lambda: goes_to(nearest), "its worker is gone")
 
 
+@pytest.mark.slow
 async def test_a_holder_with_too_much_work_is_passed_over(stack: ServiceStack) -> None:
     messages = stack.body(LONG)["messages"]
     far = farthest(stack, messages)
@@ -353,6 +354,7 @@ async def test_a_picture_draws_new_conversations_to_its_node(
 # -- with simulated caches ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_conversations_go_where_their_system_prompt_is(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:
@@ -386,6 +388,7 @@ async def test_conversations_go_where_their_system_prompt_is(
         assert len(spread) > 1, "by the hash they would not have come together"
 
 
+@pytest.mark.slow
 async def test_what_a_simulated_cache_drops_is_told(
     nats_url: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def example(schema: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.timeout(420)
 async def test_odd_requests_get_what_the_document_says(stack: SimStack, tmp_path: Path) -> None:
     document = (await stack.http.get("/openapi.json")).json()

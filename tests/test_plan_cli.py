@@ -62,6 +62,7 @@ async def test_no_encoders_of_their_own_where_there_is_little_to_encode(
     assert split["encoders"] == 1, "no more than it has to have"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [HEAVY, ("--workload", "azure")], ids=["heavy", "azure"])
 async def test_encoders_apart_where_there_is_much_to_encode(
     load: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -115,6 +116,7 @@ async def test_as_few_gpus_as_a_rate_needs(capsys: pytest.CaptureFixture[str]) -
     assert few["encoders"] + few["pds"] < many["encoders"] + many["pds"]
 
 
+@pytest.mark.slow
 async def test_prices_count(capsys: pytest.CaptureFixture[str]) -> None:
     load = ("--gpus", "4", *HEAVY)
     dear = await planned(capsys, *load, "--price", "encoder=30,pd=3")
@@ -158,6 +160,7 @@ async def test_table_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the SLO at" in shown.err and "the SLO at" not in shown.out
 
 
+@pytest.mark.slow
 async def test_files_for_deployments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = ("--workload", "azure", "--rate", "30", "--max-num-seqs", "32")
     plan = await planned(capsys, *load, "--write", "compose", "--out", str(tmp_path / "a.yml"))

@@ -147,6 +147,7 @@ async def _fails_alone(deployment: Deployment, part: Part, code: str) -> None:
         assert (await client.post(CHAT, json=body)).status_code == 200
 
 
+@pytest.mark.extra
 async def test_sound_at_a_rate_that_is_hard_to_resample(deployments: Deployments) -> None:
     """vLLM's own resampler would take gigabytes, and the process with it."""
     deployment = await deployments.get("qwen2_audio")

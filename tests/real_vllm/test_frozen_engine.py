@@ -18,7 +18,7 @@ from epd_common.bus import Bus
 from epd_common.health import ask_health
 from models import shapes
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.extra, pytest.mark.timeout(900)]
 
 STALL_S = 10.0
 GONE_WITHIN_S = 120.0

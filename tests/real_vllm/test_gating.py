@@ -80,7 +80,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gating")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        variant if variant == "default" else pytest.param(variant, marks=pytest.mark.extra)
+        for variant in VARIANTS
+    ],
+)
 async def test_fc06_prefill_meets_late_embeddings(folder: Path, variant: str) -> None:
     results = await run_rig(folder, variant)
     assert results.pop("alive")

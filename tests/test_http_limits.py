@@ -118,6 +118,16 @@ async def test_one_connection_may_ask_often(stack: ServiceStack) -> None:
             assert await raw.answer() == (200, {"status": "ok"})
 
 
+@pytest.mark.slow
+async def test_an_idle_connection_outlives_what_clients_keep(stack: ServiceStack) -> None:
+    """Many keep theirs for 5 s, and what is sent while the other side closes is lost."""
+    async with connected(stack) as raw:
+        for pause_s in (6.0, 0.0):
+            await raw.say(HEALTH + b"\r\n")
+            assert await raw.answer() == (200, {"status": "ok"})
+            await asyncio.sleep(pause_s)
+
+
 async def test_who_says_nothing_is_not_kept(stack: ServiceStack, soon: None) -> None:
     async with connected(stack) as raw:
         await raw.refused(408, "request_timeout")

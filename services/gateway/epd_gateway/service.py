@@ -37,6 +37,10 @@ from epd_gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE_S = 75
+"""An idle connection stays open for longer than clients keep theirs (5 s, 15 s): else one of them sends a
+request on a connection that is just being closed, and cannot know whether it was taken."""
+
 CLOSE_S = 2
 """Seconds beyond ``EPD_DRAIN_S`` in which the last answers, errors then, are sent."""
 
@@ -81,6 +85,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # nobody asks where a request comes from
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(settings.drain_s) + CLOSE_S,
             )
         )

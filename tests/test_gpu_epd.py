@@ -18,7 +18,8 @@ COMMAND = (sys.executable, "-m", "bench.gpu_epd")
 
 @pytest.fixture(scope="module")
 def like() -> Any:
-    torch = pytest.importorskip("torch")
+    import torch
+
     torch.manual_seed(3)
     return torch.empty(0, dtype=torch.float32)
 

@@ -48,6 +48,8 @@ class SharedConnection:
         self._to_send = asyncio.Event()
         self._to_read = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        """That one, and those whose connections are being closed."""
 
     async def ask(self, args: tuple[Any, ...]) -> Any:
         """The answer to a command.
@@ -61,11 +63,12 @@ class SharedConnection:
         self._to_send.set()
         if self._serving is None:
             self._serving = asyncio.create_task(self._serve(), name="shared Valkey connection")
+            self._tasks.add(self._serving)
+            self._serving.add_done_callback(self._tasks.discard)
         return await answer
 
     async def close(self) -> None:
-        if self._serving is not None:
-            await end(self._serving)
+        await end(*self._tasks)
 
     async def _serve(self) -> None:
         """Until the connection breaks, which ends all that was asked by an error."""

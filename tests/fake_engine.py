@@ -229,6 +229,7 @@ class FakePdEngine:
         told: Told | None = None,
         *,
         beginnings: Sequence[Beginning] = (),
+        traceparent: str = "",
     ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         self.begun.append(request_id)
         self.running.add(request_id)

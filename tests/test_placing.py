@@ -179,7 +179,7 @@ def test_what_was_placed_since_a_heartbeat_counts() -> None:
 
         def place() -> str:
             placed = placing.placed(CHAT, body, [], known.records[0])
-            return open_requests.enter_context(placed)
+            return open_requests.enter_context(placed)[0]
 
         places = [place() for _ in range(6)]
         assert places[:2] == nearest[:1] * 2
@@ -192,7 +192,7 @@ def test_what_was_placed_since_a_heartbeat_counts() -> None:
 
 
 def placed_at(placing: Placing, body: dict[str, Any], record: WorkerRecord) -> str:
-    with placing.placed(CHAT, body, [], record) as place:
+    with placing.placed(CHAT, body, [], record) as (place, _):
         return place
 
 

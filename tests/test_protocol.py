@@ -18,10 +18,12 @@ from epd_common.protocol import (
     GenerateJob,
     Held,
     Item,
+    ItemReceipt,
     Locator,
     Media,
     Progress,
     ProtocolError,
+    Receipt,
     ReplayRequest,
     ReplyData,
     ReplyEnd,
@@ -40,6 +42,20 @@ from epd_common.protocol.keys import digest, embedding_key, is_key
 from epd_common.protocol.lanes import encode_lane, generate_lane
 
 KEY = "0a" * 32
+RECEIPT = Receipt(
+    worker="w",
+    node="n",
+    attempt=2,
+    queued_s=0.5,
+    prepared_s=0.25,
+    entered_s=0.5,
+    first_s=1.0,
+    ended_s=2.0,
+    prompt_tokens=9,
+    resumed_tokens=1,
+    restarts=1,
+    items=[ItemReceipt(key=KEY, encoder="e", rescue="local", ready_s=0.5, store="arena", rows=4)],
+)
 FULL: dict[type[Message], Message] = {
     type(message): message
     for message in (
@@ -97,7 +113,9 @@ FULL: dict[type[Message], Message] = {
             encoder="e1",
             attempt=2,
             queue_s=0.5,
+            media_s=0.125,
             encode_s=0.25,
+            publish_s=0.0625,
             status=400,
             code="cannot_encode",
             reason="why",
@@ -111,7 +129,7 @@ FULL: dict[type[Message], Message] = {
             tokens=[1, 151_000],
             finish="stop",
         ),
-        ReplyEnd(request_id="r", attempt=1, seq=2),
+        ReplyEnd(request_id="r", attempt=1, seq=2, receipt=RECEIPT),
         ReplyError(
             request_id="r",
             attempt=3,
@@ -123,6 +141,7 @@ FULL: dict[type[Message], Message] = {
             key=KEY,
             param="items[0]",
             retry_after_s=1.5,
+            receipt=RECEIPT,
         ),
         Cancel(request_id="r", reason="gone"),
         Cancelled(request_id="r", role="pd", worker="w"),

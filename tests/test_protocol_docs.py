@@ -17,7 +17,17 @@ import msgspec
 import pytest
 
 from epd_common.bus import Bus, delivery, streams
-from epd_common.protocol import GenerateJob, Item, Locator, Media, decode, encode, subjects
+from epd_common.protocol import (
+    GenerateJob,
+    Item,
+    ItemReceipt,
+    Locator,
+    Media,
+    Receipt,
+    decode,
+    encode,
+    subjects,
+)
 from epd_common.protocol.asyncapi import main as asyncapi_main
 from epd_common.protocol.asyncapi import render
 from epd_common.protocol.codec import MESSAGES
@@ -95,7 +105,7 @@ def test_page_has_every_field_of_every_message(message: type[msgspec.Struct]) ->
     assert described(str(message.__struct_config__.tag)) == expected
 
 
-@pytest.mark.parametrize("part", [Item, Media, Locator])
+@pytest.mark.parametrize("part", [Item, ItemReceipt, Locator, Media, Receipt])
 def test_page_has_every_field_of_every_part(part: type[msgspec.Struct]) -> None:
     assert described(part.__name__) == defined(part)
 
@@ -108,6 +118,7 @@ def test_page_has_every_subject() -> None:
         subjects.ready_subject("KEY"),
         subjects.cancel_subject("REQUEST"),
         subjects.replay_subject("REQUEST"),
+        subjects.explain_subject("REQUEST"),
         subjects.held_subject("WORKER"),
         subjects.dlq_subject("STAGE"),
         f"$KV.{subjects.WORKERS_BUCKET}.{subjects.worker_key('ROLE', 'WORKER')}",
@@ -242,7 +253,11 @@ def test_asyncapi_structure() -> None:
 def test_asyncapi_has_every_message_in_a_channel_and_every_stream() -> None:
     used = {name for channel in DOCUMENT["channels"].values() for name in channel["messages"]}
     tags = {str(message.__struct_config__.tag) for message in MESSAGES}
-    assert used == set(DOCUMENT["components"]["messages"]) == tags | {"health", "healthRequest"}
+    assert (
+        used
+        == set(DOCUMENT["components"]["messages"])
+        == tags | {f"{asked}{kind}" for asked in ("health", "explain") for kind in ("", "Request")}
+    )
     acted = {
         ref.split("/")[-1] for ref in references(DOCUMENT["operations"]) if "/messages/" in ref
     }

@@ -62,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
             _status,
             "Show the workers; exit code 1 if no model is ready.",
         ),
+        (
+            "explain",
+            _explain_arguments,
+            _explain,
+            "Show what became of a request; exit code 1 if no gateway remembers it.",
+        ),
         ("cancel", _cancel_arguments, _cancel, "End requests; exit code 1 if nobody had one."),
         (
             "audit",
@@ -267,6 +273,19 @@ async def _status(arguments: argparse.Namespace) -> int:
 
     nats_url = arguments.nats or _brokers(arguments)[0]
     return await status(nats_url, as_json=arguments.json)
+
+
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="see x-request-id")
+    parser.add_argument("--json", action="store_true")
+    _broker_arguments(parser)
+
+
+async def _explain(arguments: argparse.Namespace) -> int:
+    from epd_cli.explain import explain
+
+    nats_url = arguments.nats or _brokers(arguments)[0]
+    return await explain(nats_url, arguments.request_id, as_json=arguments.json)
 
 
 def _audit_arguments(parser: argparse.ArgumentParser) -> None:

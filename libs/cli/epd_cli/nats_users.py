@@ -135,7 +135,13 @@ NATS_ROLES: dict[str, NatsRole] = {
             f"$JS.API.STREAM.MSG.DELETE.{subjects.ENCODE_STREAM}",
             *_watch()[1:],
         ),
-        subscribe=(*_served("gateway"), "epd.v1.cancel.*", "epd.v1.held.*", "epd.v1.ready.*"),
+        subscribe=(
+            *_served("gateway"),
+            "epd.v1.cancel.*",
+            "epd.v1.explain.*",
+            "epd.v1.held.*",
+            "epd.v1.ready.*",
+        ),
         never_publish=(f"{CLIENT_INBOX}.>",),
     ),
     "encoder": NatsRole(

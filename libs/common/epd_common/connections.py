@@ -26,6 +26,7 @@ from epd_common.store import (
     open_redis,
 )
 from epd_common.store.arena import sweeping
+from epd_common.telemetry.traces import Tracer, open_tracer
 from epd_common.worker import Worker
 
 
@@ -41,6 +42,7 @@ class Connections:
     states: KeyStates
     media: MediaStore
     remote: list[RemoteStore]
+    tracer: Tracer
 
     def encoding(self, engine: EncoderEngine, info: EngineInfo) -> Encoding:
         """Makes embeddings with this worker's engine."""
@@ -58,6 +60,7 @@ class Connections:
             states=self.states,
             suspects=Suspects(self.redis),
             worker=self.settings.worker_id,
+            tracer=self.tracer,
             counters=self.worker.counters,
         )
 
@@ -104,6 +107,14 @@ async def connect(
     slots: int,
 ) -> Connections:
     """Connect to the brokers, open this node's arena, and enter the registry as ``starting``."""
+    tracer = await stack.enter_async_context(
+        open_tracer(
+            settings.otlp_endpoint,
+            sample=settings.trace_sample,
+            service=f"epd-{role}",
+            instance=settings.worker_id,
+        )
+    )
     bus = await stack.enter_async_context(
         Bus(
             settings.nats_url,
@@ -146,4 +157,5 @@ async def connect(
         ),
         media=MediaStore(redis, ttl_s=settings.media_ttl_s),
         remote=remote,
+        tracer=tracer,
     )

@@ -197,6 +197,7 @@ class PdEngine(EncoderEngine, Protocol):
         told: Told | None = None,
         *,
         beginnings: Sequence[Beginning] = (),
+        traceparent: str = "",
     ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         """An :class:`AnswerHead`, then the body in pieces. Closing the generator aborts the request.
 
@@ -207,6 +208,7 @@ class PdEngine(EncoderEngine, Protocol):
             placeholders: Of item N. Where its embedding is not pinned yet, the engine prefills up to it.
             told: The engine makes these pieces again, from their tokens, and goes on from there.
             beginnings: Those of the prompt that ``kept`` shall tell of.
+            traceparent: Of the span to which the engine's own belong, where it traces.
 
         Raises:
             epd_common.errors.BadRequestError: ``told`` cannot be of this request.

@@ -176,6 +176,7 @@ class Orders:
                 job,
                 # The epoch keeps the duplicate window from swallowing a new encode after an eviction.
                 message_id=f"encode-{item.key}-{claim.epoch}",
+                traceparent=job.traceparent,
             )
         except BaseException:
             await self._states.abandon(item.key, claim.epoch)
@@ -198,6 +199,7 @@ class Orders:
             subjects.generate_subject(job.model, lane, place),
             job,
             message_id=f"generate-{job.request_id}",
+            traceparent=job.traceparent,
         )
 
     async def submit(self, job: GenerateJob, context: OrderContext) -> Submitted:

@@ -184,8 +184,8 @@ class Placing:
     @contextlib.contextmanager
     def placed(
         self, route: str, body: dict[str, Any], items: Sequence[Item], worker: WorkerRecord
-    ) -> Iterator[str]:
-        """The place of a prepared request, which ends with the context.
+    ) -> Iterator[tuple[str, Outcome]]:
+        """The place of a prepared request, which ends with the context, and how it was found.
 
         Args:
             worker: One that could do it; so could others of its model and fingerprint.
@@ -194,7 +194,7 @@ class Placing:
         self._noted(outcome)
         since, _ = self._placed.get(place, (0, 0))
         try:
-            yield place
+            yield place, outcome
         finally:
             beat, count = self._placed.get(place, (0, 0))
             if count and beat == since:  # else a heartbeat has said since what there is

@@ -46,11 +46,20 @@ EARLY_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class SentRequest:
-    """A request on its way, and what became of its distinct media items."""
+    """A request on its way, and what became of its distinct media items.
+
+    Attributes:
+        ingested: When its media were loaded and checked, by the monotonic clock.
+        published: When its jobs were given to the bus, by that clock.
+        placed: How it was placed: ``any`` where placing is off or not for this one.
+    """
 
     reply: Reply
     items: list[Item]
     origins: list[ItemOrigin]
+    ingested: float
+    published: float
+    placed: str
 
 
 class Entry(Protocol):
@@ -149,6 +158,7 @@ class Requester:
                     "the deadline passed while the request's media were fetched and checked",
                     stage="ingest",
                 ) from None
+            ingested = time.monotonic()
             request_id = request_id or secrets.token_hex(16)
             async with self._hub.expect(request_id, timeout_s=deadline - time.time()) as reply:
                 job = GenerateJob(
@@ -164,10 +174,10 @@ class Requester:
                     traceparent=traceparent,
                     requester=self._name,
                 )
-                place = ANY_PLACE
+                place, placed = ANY_PLACE, "any"
                 background = entry is not None and entry.yields
                 if self._placing is not None and not background and priority <= 0:
-                    place = at_end.enter_context(
+                    place, placed = at_end.enter_context(
                         self._placing.placed(route, prepared.body, prepared.items, worker)
                     )
                 context = OrderContext(
@@ -182,8 +192,10 @@ class Requester:
                     background=background,
                     place=place,
                 )
+                published = time.monotonic()
                 async with self._submitted(job, context, reply) as claims:
-                    yield SentRequest(reply, prepared.items, [_origin(claim) for claim in claims])
+                    origins = [_origin(claim) for claim in claims]
+                    yield SentRequest(reply, prepared.items, origins, ingested, published, placed)
 
     async def _prepare(
         self,

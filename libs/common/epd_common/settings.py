@@ -84,6 +84,18 @@ class CommonSettings(BaseSettings):
         "info", pattern=r"^(debug|info|warning|error)$", description="Log level."
     )
     log_format: str = Field("json", pattern=r"^(json|text)$", description="Form of log lines.")
+    otlp_endpoint: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="OpenTelemetry collector that gets traces by OTLP over HTTP, e.g. "
+        "`http://collector:4318`. Empty: no traces.",
+    )
+    trace_sample: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of requests that are traced, of those whose client sends no `traceparent`.",
+    )
     heartbeat_s: float = Field(
         2.0, gt=0, le=60, description="Seconds between heartbeats; three missed ones mean dead."
     )

@@ -103,6 +103,7 @@ class SimPdEngine(SimEngine):
         told: Told | None = None,
         *,
         beginnings: Iterable[Beginning] = (),
+        traceparent: str = "",
     ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         try:
             request = read_request(

@@ -66,12 +66,14 @@ class OpenAIApp:
         request_id: str,
         tape: Tape | None = None,
         beginnings: Sequence[Beginning] = (),
+        traceparent: str = "",
     ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         """POST a JSON body: the head, then pieces of the body as the application sends them.
 
         Args:
             tape: Notes the tokens of the pieces.
             beginnings: Go with the request to the engine.
+            traceparent: Sent as the header of that name, unless empty.
         """
         sent: asyncio.Queue[AnswerHead | AnswerPiece | None] = asyncio.Queue()
         gone = asyncio.Event()
@@ -91,11 +93,15 @@ class OpenAIApp:
             elif chunk := message.get("body"):
                 sent.put_nowait(AnswerPiece(chunk) if tape is None else tape.piece(chunk))
 
+        scope = _scope(path, body, request_id)
+        if traceparent:
+            scope["headers"].append((b"traceparent", traceparent.encode()))
+
         async def run() -> None:
             TAPE.set(tape)
             BEGINNINGS.set(beginnings)
             try:
-                await self.application(_scope(path, body, request_id), receive, send)
+                await self.application(scope, receive, send)
             finally:
                 sent.put_nowait(None)
 

@@ -78,6 +78,8 @@ class VllmPdEngine(VllmEngine):
         self._kept = Kept()
         self._reader = KeptReader(self._kept)
         self._fingerprint = ""
+        self._traces = False
+        """Whether the engine has spans of its own (``--otlp-traces-endpoint``)."""
         self._app: OpenAIApp | None = None
         self._answering: dict[str, list[str]] = {}
         """The keys of each request that is inside."""
@@ -139,6 +141,7 @@ class VllmPdEngine(VllmEngine):
         )
         engine, parsed = await self._launch(arguments, progress)
         self._app = await OpenAIApp.build(engine, parsed)
+        self._traces = await engine.is_tracing_enabled()
         info = await self._loaded(modalities, encodes=encodes)
         self._fingerprint = info.fingerprint
         progress("ready")
@@ -153,6 +156,7 @@ class VllmPdEngine(VllmEngine):
         told: Told | None = None,
         *,
         beginnings: Sequence[Beginning] = (),
+        traceparent: str = "",
     ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         if self._app is None:
             raise RuntimeError("the engine was not started")
@@ -168,6 +172,7 @@ class VllmPdEngine(VllmEngine):
             request_id=request_id,
             tape=tape,
             beginnings=beginnings if self._kv_events else (),
+            traceparent=traceparent if self._traces else "",
         )
         parts = call
         if route == RESPONSES and tape is not None:

@@ -36,11 +36,14 @@ from epd_common.ingest.body import CHAT, COMPLETIONS, RESPONSES, parse_body
 from epd_common.replies import ReplyHub
 from epd_common.requester import Requester
 from epd_common.store import MediaStore
+from epd_common.telemetry.traces import Tracer
+from epd_gateway import spans
 from epd_gateway.auth import KeyRing, RequireKey, caller_of
 from epd_gateway.bodies import read_body
 from epd_gateway.door import Door
 from epd_gateway.draining import CloseWhileDraining
 from epd_gateway.files import add_file_routes
+from epd_gateway.live import add_live_routes
 from epd_gateway.metrics import GatewayMetrics
 from epd_gateway.openapi import openapi_document
 from epd_gateway.relay import CLIENT_GONE, Relay, outcome
@@ -48,6 +51,7 @@ from epd_gateway.request_ids import NameRequests, request_id_of
 from epd_gateway.settings import GatewaySettings
 from epd_gateway.short_way import ShortWay
 from epd_gateway.stored_responses import add_stored_response_routes
+from epd_gateway.trails import Trail, Trails
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +80,11 @@ class Edge:
     hub: ReplyHub
     door: Door
     metrics: GatewayMetrics
+    tracer: Tracer
     started: float = field(default_factory=time.time)
     draining: bool = False
     requests: Account = field(default_factory=Account)
+    trails: Trails = field(default_factory=Trails)
 
     async def not_ready(self) -> str | None:
         """Why requests would fail now; None if they would not."""
@@ -130,6 +136,7 @@ def build_app(edge: Edge) -> FastAPI:
         app.add_route(route, handler, methods=["POST"])
     add_stored_response_routes(app)
     add_file_routes(app, edge)
+    add_live_routes(app, edge)
     described = openapi_document()
 
     @app.get("/v1/models")
@@ -190,8 +197,25 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
             raise
         timeout_s -= time.monotonic() - started
         request_id = request_id_of(request)
-        return Relay(
+        trail = Trail(
             request_id=request_id,
+            route=route,
+            tenant=caller.tenant,
+            model=body.get("model"),
+            stream=body.get("stream") is True,
+            started=started,
+        )
+        span = spans.begin(
+            edge.tracer,
+            route=route,
+            request_id=request_id,
+            model=body.get("model"),
+            parent=request.headers.get("traceparent", ""),
+        )
+        return Relay(
+            trail=edge.trails.begin(trail),
+            span=span,
+            explain=request.headers.get("x-epd-explain", "").lower() in ("1", "true"),
             entry=entry,
             send=edge.requester.send(
                 route,
@@ -201,7 +225,7 @@ def _generate(edge: Edge, route: str) -> Callable[[Request], Awaitable[Response]
                 owner=caller.tenant,
                 priority=priority,
                 entry=edge.door.entry(caller, timeout_s=timeout_s),
-                traceparent=request.headers.get("traceparent", ""),
+                traceparent=span.traceparent,
                 request_id=request_id,
             ),
             metrics=edge.metrics,

@@ -60,6 +60,8 @@ def openapi_document() -> dict[str, Any]:
             "/v1/files": {"post": _upload()},
             "/v1/files/{file_id}": {"get": _file(), "delete": _delete()},
             "/v1/files/{file_id}/content": {"get": _content()},
+            "/ui/api/live": {"get": _live()},
+            "/ui/api/requests/{request_id}": {"get": _trail()},
             "/health": {"get": _health()},
             "/ready": {"get": _ready()},
             "/metrics": {"get": _metrics()},
@@ -108,6 +110,13 @@ def _generate(body: str, summary: str) -> Schema:
                 "schema": {"type": "number", "exclusiveMinimum": 0},
             },
             {
+                "name": "x-epd-explain",
+                "in": "header",
+                "description": "`true`: an answer that is not streamed has a header x-epd-receipt, JSON that "
+                "says how it came about.",
+                "schema": {"type": "string"},
+            },
+            {
                 "name": "traceparent",
                 "in": "header",
                 "description": "W3C trace context.",
@@ -127,6 +136,7 @@ def _generate(body: str, summary: str) -> Schema:
                 "headers": {
                     "x-request-id": {"schema": {"type": "string"}},
                     "x-epd-worker": {"schema": {"type": "string"}},
+                    "x-epd-receipt": {"schema": {"type": "string"}},
                     "x-epd-items": {
                         "description": "What became of each distinct item: encoded, shared or reused.",
                         "schema": {"type": "string"},
@@ -274,6 +284,21 @@ def _metrics() -> Schema:
         "responses": _answers(
             {"description": "All.", "content": {"text/plain": {"schema": {"type": "string"}}}}, 500
         ),
+    }
+
+
+def _live() -> Schema:
+    return {
+        "summary": "What goes on: workers, queues, stores and the latest requests, as the page shows it.",
+        "responses": _answers(_json({"type": "object"}, "As of now."), *_BASE),
+    }
+
+
+def _trail() -> Schema:
+    return {
+        "summary": "What became of one of the latest requests, stage by stage.",
+        "parameters": [_named("request_id")],
+        "responses": _answers(_json({"type": "object"}, "Its trail."), *_BASE, 404),
     }
 
 

@@ -27,12 +27,18 @@ from epd_common.protocol import ReplyHead
 from epd_common.replies import EVENT_STREAM
 from epd_common.requester import SentRequest
 from epd_common.tasks import end
+from epd_common.telemetry.traces import Span
+from epd_gateway import spans
 from epd_gateway.metrics import GatewayMetrics
 from epd_gateway.stream_end import StreamEnd
+from epd_gateway.trails import Trail
 
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
+
+RECEIPT = "x-epd-receipt"
+"""Header that says how an answer came about, where the request's header ``x-epd-explain`` asks for it."""
 
 
 class Relay(Response):
@@ -40,7 +46,9 @@ class Relay(Response):
 
     Args:
         send: The request, not yet submitted.
-        request_id: Its name, for logs.
+        trail: What becomes of it.
+        span: Ends with it.
+        explain: Whether an answer that is not streamed says how it came about.
         entry: The request in the gateway's accounts.
         started: When it arrived, by the monotonic clock.
         timeout_s: All that sending may take; a client that stops to read is not waited for longer.
@@ -50,7 +58,9 @@ class Relay(Response):
         self,
         *,
         send: AbstractAsyncContextManager[SentRequest],
-        request_id: str,
+        trail: Trail,
+        span: Span,
+        explain: bool,
         entry: Entry,
         metrics: GatewayMetrics,
         route: str,
@@ -58,7 +68,9 @@ class Relay(Response):
         timeout_s: float,
     ) -> None:
         self._request = send
-        self._request_id = request_id
+        self._trail = trail
+        self._span = span
+        self._explain = explain
         self._entry = entry
         self._metrics = metrics
         self._route = route
@@ -80,7 +92,10 @@ class Relay(Response):
             try:
                 await end(relaying, watching)
             finally:  # also where this is cancelled a second time
-                self._entry.end(outcome(self._status))
+                ended = outcome(self._status)
+                self._entry.end(ended)
+                self._trail.end(self._status, ended)
+                spans.end(self._span, self._trail)
                 self._metrics.requests.labels(self._route, self._status).inc()
                 self._metrics.duration.labels(self._route).observe(time.monotonic() - self._started)
         if not relaying.cancelled():
@@ -89,6 +104,7 @@ class Relay(Response):
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with self._request as sent:
+                self._trail.sent(sent)
                 for origin in sent.origins:
                     self._metrics.items.labels(origin).inc()
                 head = await sent.reply.head()
@@ -99,12 +115,13 @@ class Relay(Response):
                 body = b"".join([piece async for piece in sent.reply.data()])
         except EpdError as error:
             self._status = error.status
+            self._trail.failed(error)
             logger.log(
                 logging.WARNING if error.status >= 500 else logging.INFO,
                 "request ended with %d: %s",
                 error.status,
                 error,
-                extra={"request_id": self._request_id, **error.fields()},
+                extra={"request_id": self._trail.request_id, **error.fields()},
             )
             answer = JSONResponse(
                 openai_body(error), status_code=error.status, headers=error.headers()
@@ -112,7 +129,11 @@ class Relay(Response):
             await answer(scope, receive, send)
             return
         self._status = head.status
+        self._trail.first()
         self._metrics.ttft.labels(self._route).observe(time.monotonic() - self._started)
+        if self._explain:
+            self._trail.end(self._status, outcome(self._status))
+            headers[RECEIPT] = self._trail.short()
         whole = Response(body, head.status, headers, head.content_type)
         await whole(scope, receive, send)
 
@@ -129,14 +150,16 @@ class Relay(Response):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 ended.saw(piece)
                 if first:
+                    self._trail.first()
                     self._metrics.ttft.labels(self._route).observe(time.monotonic() - self._started)
                     first = False
         except EpdError as error:
             self._status = error.status
+            self._trail.failed(error)
             logger.warning(
                 "stream ended by an error: %s",
                 error,
-                extra={"request_id": self._request_id, **error.fields()},
+                extra={"request_id": self._trail.request_id, **error.fields()},
             )
             last = ended.by(error)
             await send({"type": "http.response.body", "body": last, "more_body": True})

@@ -27,11 +27,13 @@ from epd_common.protocol import WorkerRecord, WorkerState, subjects
 from epd_common.replies import ReplyHub
 from epd_common.requester import Requester
 from epd_common.store import KeyStates, Ledger, MediaQuotas, MediaStore, SizeTables, open_redis
+from epd_common.telemetry.traces import open_tracer
 from epd_gateway.app import Edge, build_app
 from epd_gateway.auth import KeyRing
 from epd_gateway.door import Door
 from epd_gateway.fetch import MediaFetcher
 from epd_gateway.http_limits import BoundedHttp
+from epd_gateway.live import explaining
 from epd_gateway.metrics import GatewayMetrics
 from epd_gateway.settings import GatewaySettings
 
@@ -98,6 +100,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 audit=edge.audit,
             )
         )
+        await stack.enter_async_context(explaining(bus, edge.trails, gateway=settings.worker_id))
         url = f"http://{settings.host}:{listening.getsockname()[1]}"
         beat_now = await stack.enter_async_context(
             announce(
@@ -144,6 +147,14 @@ async def _edge(
 ) -> Edge:
     limits = settings.ingest_limits()
     metrics = GatewayMetrics()
+    tracer = await stack.enter_async_context(
+        open_tracer(
+            settings.otlp_endpoint,
+            sample=settings.trace_sample,
+            service="epd-gateway",
+            instance=settings.worker_id,
+        )
+    )
     quotas = MediaQuotas(
         redis,
         bound_bytes=settings.tenant_media_bytes,
@@ -195,6 +206,7 @@ async def _edge(
         hub=hub,
         door=door,
         metrics=metrics,
+        tracer=tracer,
     )
 
 

@@ -35,6 +35,7 @@ from epd_pd.arrivals import Arrivals, ForecastError
 from epd_pd.frames import FrameWriter
 from epd_pd.readiness import Readiness
 from epd_pd.resuming import Resuming, may_go_on, told_of
+from epd_pd.trail import Trail
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class Attempt:
         number: Which delivery of its job this is, from 1.
         published: When the job was, by the broker's clock.
         share: What it adds to the worker's backlog.
+        trail: What happened to it so far.
+        traceparent: Of what is done for it here.
         keys: Of its items; those of raw ones only once it is prepared.
         arrivals: What it waits for, once it is prepared.
         beginnings: By which others know its prompt, once it is prepared.
@@ -59,6 +62,8 @@ class Attempt:
     published: float
     writer: FrameWriter
     share: Share
+    trail: Trail
+    traceparent: str
     keys: list[str] = field(default_factory=list)
     arrivals: Arrivals | None = None
     beginnings: list[Beginning] = field(default_factory=list)
@@ -158,7 +163,7 @@ class Answering:
             scope=job.scope,
             priority=job.priority,
             deadline=job.deadline,
-            traceparent=job.traceparent,
+            traceparent=attempt.traceparent,
         )
         work = work_of(
             job.route,
@@ -169,6 +174,7 @@ class Answering:
         )
         prompt_tokens = work.text + (work.visual or 0)
         attempt.share.estimate(prompt_tokens)
+        attempt.trail.prompt_tokens = prompt_tokens
         prepared.body["priority"] = engine_priority(
             job.priority,
             published=attempt.published,
@@ -178,6 +184,7 @@ class Answering:
         media = await self._raw_media(prepared.items)
         async with self._readiness.arriving(prepared.items, context, media) as arrivals:
             attempt.arrivals = arrivals
+            attempt.trail.prepared(prepared.items, arrivals.marks)
             await self._generate(attempt, prepared.body, arrivals, told)
 
     async def _told(self, attempt: Attempt) -> Told | None:
@@ -194,9 +201,10 @@ class Answering:
             raise nobody_goes_on()
         self._counters["resumed"] += 1
         told = told_of(progress)
+        attempt.trail.resumed_tokens = sum(map(len, told.tokens))
         logger.warning(
             "going on with an answer behind %d tokens",
-            sum(map(len, told.tokens)),
+            attempt.trail.resumed_tokens,
             extra=attempt.log_fields,
         )
         return told
@@ -212,6 +220,7 @@ class Answering:
         text_before = text_before_first_item(attempt.job.route, body)
         while True:
             async with self._admission.enter(arrivals, text_before):
+                attempt.trail.entered()
                 streaming = asyncio.ensure_future(self._stream(attempt, body, arrivals, told))
                 watching = asyncio.ensure_future(self._watch(arrivals))
                 try:
@@ -224,6 +233,7 @@ class Answering:
             if not isinstance(failure, ForecastError):
                 raise failure
             self._counters["wrong_forecasts"] += 1
+            attempt.trail.restarts += 1
             arrivals.begin_again()
 
     async def _watch(self, arrivals: Arrivals) -> None:
@@ -248,6 +258,7 @@ class Answering:
             arrivals.placeholders(),
             told,
             beginnings=attempt.beginnings,
+            traceparent=attempt.traceparent,
         )
         async with contextlib.aclosing(answer):
             async for part in _once_known(answer, arrivals):
@@ -259,6 +270,7 @@ class Answering:
                     await writer.head(part.status, part.content_type)
                 else:
                     attempt.share.prefilled()
+                    attempt.trail.answered()
                     await writer.data(part)
         if not self._engine.alive:
             raise UpstreamError("the engine died while it answered", stage="generate")

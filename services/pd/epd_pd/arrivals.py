@@ -10,6 +10,7 @@ from epd_common.changes import Changes
 from epd_common.engines import Placeholder, is_grid
 from epd_common.protocol import Item
 from epd_common.store import EmbeddingHeader
+from epd_pd.trail import ItemMarks
 
 
 class ForecastError(Exception):
@@ -50,6 +51,7 @@ class Arrivals:
 
     def __init__(self, items: Sequence[Item], media: Mapping[str, bytes] | None = None) -> None:
         self.items = list(items)
+        self.marks = [ItemMarks() for _ in items]
         self._media = media or {}
         self.changes = Changes()
         self.failure: BaseException | None = None
@@ -132,6 +134,7 @@ class Arrivals:
 
     def _note(self, index: int, metadata: dict[str, Any]) -> None:
         self._metadata[index] = metadata
+        self.marks[index].note_sized()
         if self._used is not None and self._used[index] != metadata:
             self.fail(ForecastError(self.items[index].key))
         self.changes.note()

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from epd_common.bus import Bus
 from epd_common.engines import AnswerPiece
 from epd_common.errors import EpdError, UpstreamError
-from epd_common.protocol import Progress, ReplyData, ReplyEnd, ReplyError, ReplyHead, encode
+from epd_common.protocol import (
+    Progress,
+    Receipt,
+    ReplyData,
+    ReplyEnd,
+    ReplyError,
+    ReplyHead,
+    encode,
+)
 from epd_pd.replays import Replays
 
 _CREATED = re.compile(rb'"created":\d+')
@@ -21,6 +30,7 @@ class FrameWriter:
     Args:
         inbox: Subject of the requester; empty if nobody wants the answer.
         replays: Keeps what was sent, for requesters that missed some of it.
+        receipt: Makes the receipt that goes with the last frame.
     """
 
     def __init__(
@@ -32,7 +42,9 @@ class FrameWriter:
         attempt: int,
         worker: str,
         replays: Replays | None = None,
+        receipt: Callable[[], Receipt | None] = lambda: None,
     ) -> None:
+        self._receipt = receipt
         self._bus = bus
         self._replays = replays
         self._inbox = inbox
@@ -92,7 +104,7 @@ class FrameWriter:
     async def end(self) -> None:
         if self._seq < self._progress.seq:
             raise _other()
-        await self._send(ReplyEnd(**self._common()))
+        await self._send(ReplyEnd(**self._common(), receipt=self._receipt()))
         await self._bus.flush()
 
     async def error(self, error: EpdError) -> None:
@@ -107,6 +119,7 @@ class FrameWriter:
                 key=error.key or "",
                 param=error.param or "",
                 retry_after_s=error.retry_after_s or 0.0,
+                receipt=self._receipt(),
             )
         )
         await self._bus.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from typing import Any
 
 import msgspec
 
@@ -21,11 +22,14 @@ from epd_common.errors import (
 )
 from epd_common.protocol import GenerateJob, ProtocolError, decode
 from epd_common.tasks import end
+from epd_common.telemetry.traces import Tracer
+from epd_pd import spans
 from epd_pd.answering import Answering, Attempt, nobody_goes_on
 from epd_pd.cancels import Cancels
 from epd_pd.frames import FrameWriter
 from epd_pd.replays import Replays
 from epd_pd.salvage import check_job, writer_for_undone
+from epd_pd.trail import Trail
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,8 @@ class GenerateHandler:
         cancels: Cancels,
         replays: Replays,
         worker: str,
+        node: str,
+        tracer: Tracer,
         backlog: Backlog,
         deadline_s: float,
         counters: Counter[str],
@@ -57,6 +63,8 @@ class GenerateHandler:
         self._cancels = cancels
         self._replays = replays
         self._worker = worker
+        self._node = node
+        self._tracer = tracer
         self._backlog = backlog
         self._deadline_s = deadline_s
         self._counters = counters
@@ -81,7 +89,7 @@ class GenerateHandler:
         job = msgspec.structs.replace(job, deadline=due)  # nothing waits without bound
         if (running := self._running.get(job.request_id)) is not None:
             if running != delivery.sequence:
-                await self._writer(job, delivery, None).error(
+                await self._writer(job, delivery).error(
                     ConflictError(f"a request with the id {job.request_id} is running already")
                 )
                 delivery.outcome = "duplicate"
@@ -89,7 +97,15 @@ class GenerateHandler:
             # Else it is the same job again, as its heartbeats were late: what runs goes on and settles it.
             return
         self._running[job.request_id] = delivery.sequence
-        writer = self._writer(job, delivery, self._replays)
+        trail = Trail(
+            worker=self._worker,
+            node=self._node,
+            attempt=delivery.attempt,
+            began=delivery.received,
+            queued_s=delivery.queued_s,
+        )
+        span = spans.begin(self._tracer, job, attempt=delivery.attempt, queued_s=delivery.queued_s)
+        writer = self._writer(job, delivery, replays=self._replays, receipt=trail.receipt)
         share = self._backlog.add(prompt_tokens_at_sight(job))
         attempt = Attempt(
             job,
@@ -97,6 +113,8 @@ class GenerateHandler:
             delivery.published,
             writer,
             share,
+            trail,
+            span.traceparent,
             [item.key for item in job.items],
         )
         try:
@@ -106,20 +124,21 @@ class GenerateHandler:
                     await self._answering.let_go(attempt)
         finally:
             share.end()
+            spans.end(span, trail.receipt(), outcome=delivery.outcome)
             del self._running[job.request_id]
 
     def _count(self, outcome: str, delivery: Delivery) -> None:
         delivery.outcome = outcome
         self._counters[outcome] += 1
 
-    def _writer(self, job: GenerateJob, delivery: Delivery, replays: Replays | None) -> FrameWriter:
+    def _writer(self, job: GenerateJob, delivery: Delivery, **more: Any) -> FrameWriter:
         return FrameWriter(
             self._bus,
             inbox=job.inbox,
             request_id=job.request_id,
             attempt=delivery.attempt,
             worker=self._worker,
-            replays=replays,
+            **more,
         )
 
     async def exhausted(self, data: bytes, error: EpdError) -> None:

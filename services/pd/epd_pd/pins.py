@@ -42,6 +42,7 @@ class Pins:
         self._users: Counter[str] = Counter()
         self._wanted: Counter[str] = Counter()
         self._headers: dict[str, EmbeddingHeader] = {}
+        self._sources: dict[str, str] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
     @contextlib.contextmanager
@@ -78,6 +79,10 @@ class Pins:
                 self._headers[key] = header
         return header
 
+    def source(self, key: str) -> str:
+        """The store from which a pinned embedding came."""
+        return self._sources.get(key, "")
+
     def release(self, key: str) -> None:
         """One user less."""
         self._users[key] -= 1
@@ -92,6 +97,7 @@ class Pins:
 
     def _unpin(self, key: str) -> None:
         self._headers.pop(key, None)
+        self._sources.pop(key, None)
         self._arena.unpin(key)  # even without a header: one who was cancelled may have pinned it
 
     def report(self) -> dict[str, int]:
@@ -110,6 +116,7 @@ class Pins:
     async def _bring(self, key: str, remote: Sequence[RemoteStore]) -> EmbeddingHeader | None:
         if (header := await self._pin(key)) is not None:
             self._counters["arena_hits"] += 1
+            self._sources[key] = self._arena.name
             return header
         for store in remote:
             brought = await store.bring(key, self._arena, lambda header: self._fits(key, header))
@@ -118,6 +125,7 @@ class Pins:
             self._counters[f"{store.name}_fetches"] += 1
             self._counters[f"{store.name}_fetched_bytes"] += brought.payload_bytes
             if (header := await self._pin(key)) is not None:
+                self._sources[key] = store.name
                 return header
         return None
 

@@ -132,7 +132,7 @@ class Readiness:
         item = arrivals.items[index]
         try:
             async with self._events(item.key) as events:
-                wait = Wait(item, context, events)
+                wait = Wait(item, context, events, arrivals.marks[index])
                 header = await self._until_pinned(wait, index, arrivals, taken)
         except asyncio.CancelledError:
             raise
@@ -167,15 +167,20 @@ class Readiness:
         """Wait until one item is pinned, which is noted in ``taken``; meanwhile do what the policy says."""
         key = wait.item.key
         wait.look(await self._look(wait))
+        first_look = True
         while True:
             if wait.claim.event is not None and wait.claim.state != "failed":
                 # Before the pin can be seen, which must fit the prompt.
                 arrivals.forecast(index, wait.claim.event.metadata)
             away = wait.away_since is not None
+            if wait.claim.state == "ready":
+                wait.marks.note_ready(at_once=first_look)
+            first_look = False
             if wait.claim.state == "ready" or away:
                 header = await self._pins.take(key, here_alone=away)
                 if header is not None and wait.announced(header):
                     taken.append(key)
+                    wait.marks.note_pinned(wait.claim.event, header, self._pins.source(key))
                     self._note_redelivery(wait)
                     return header
                 if header is not None:
@@ -228,6 +233,7 @@ class Readiness:
     async def _order_again(self, wait: Wait) -> Claim:
         await asyncio.sleep(BACKOFF_S * (wait.orders - 1))
         wait.orders += 1
+        wait.marks.rescue = "ordered"
         self._counters["reordered"] += 1
         logger.warning(
             "embedding %s; ordered again",
@@ -246,6 +252,7 @@ class Readiness:
         if claim.state != "claimed":
             return claim  # another has taken it over
         self._counters["encoded_here"] += 1
+        wait.marks.rescue = "local"
         logger.warning("encoding an item here: %s", reason, extra=wait.fields())
         job = encode_job(wait.item, claim.epoch, wait.context)
         event = await self._local.encode(job, within_s=self._policy.deadline_s - wait.total_s)

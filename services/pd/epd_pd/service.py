@@ -109,6 +109,8 @@ class PdService:
                 cancels=cancels,
                 replays=replays,
                 worker=settings.worker_id,
+                node=settings.node,
+                tracer=parts.tracer,
                 backlog=backlog,
                 deadline_s=settings.deadline_s,
                 counters=counters,

@@ -11,14 +11,20 @@ from epd_common.protocol import EmbeddingEvent, Item
 from epd_common.store import Claim, EmbeddingHeader
 from epd_common.store.states import OTHERS_MAY_SUCCEED
 from epd_pd.rescue import Found, Situation
+from epd_pd.trail import ItemMarks
 
 
 class Wait:
     """What is known of one item while a request waits for it."""
 
     def __init__(
-        self, item: Item, context: OrderContext, events: asyncio.Queue[EmbeddingEvent]
+        self,
+        item: Item,
+        context: OrderContext,
+        events: asyncio.Queue[EmbeddingEvent],
+        marks: ItemMarks,
     ) -> None:
+        self.marks = marks
         self.item = item
         self.context = context
         self.events = events

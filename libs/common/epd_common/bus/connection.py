@@ -231,11 +231,14 @@ class Bus:
         except nats.errors.Error as error:
             raise _unavailable(error) from error
 
-    async def store(self, subject: str, message: Message, *, message_id: str) -> int:
+    async def store(
+        self, subject: str, message: Message, *, message_id: str, traceparent: str = ""
+    ) -> int:
         """Publish into a stream and wait for its acknowledgement; the message's number in the stream.
 
         Args:
             message_id: Sent as ``Nats-Msg-Id``; the stream drops a second message with the same id.
+            traceparent: Sent as the header of that name, unless empty.
 
         Raises:
             TooLargeError: over the bus limit, found before anything is sent.
@@ -248,10 +251,13 @@ class Bus:
         # With one server there is nobody else who could take it soon.
         within_s = STORE_TIMEOUT_S if len(self._servers) > 1 else 0.0
         give_up = time.monotonic() + within_s
+        headers = {"Nats-Msg-Id": message_id}
+        if traceparent:
+            headers["traceparent"] = traceparent
         while True:
             try:
                 answer = await self._client.request(
-                    subject, data, timeout=PUBLISH_TIMEOUT_S, headers={"Nats-Msg-Id": message_id}
+                    subject, data, timeout=PUBLISH_TIMEOUT_S, headers=headers
                 )
                 stored = _read_stored(answer.data)
                 if stored.error is not None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from epd_common.bus import Bus
+from epd_common.encode import spans
 from epd_common.encode.company import Company
 from epd_common.encode.tower_door import TowerDoor, Visit
 from epd_common.engines import EncoderEngine, EngineInfo, StagedEmbedding
@@ -30,8 +31,21 @@ from epd_common.store import (
     UnwantedError,
 )
 from epd_common.store.suspects import DEATHS_ALONE
+from epd_common.telemetry.traces import Tracer
 
 logger = logging.getLogger(__name__)
+
+
+class Laps:
+    """A stop watch."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def lap(self) -> float:
+        """Seconds since the last lap, or since the beginning."""
+        before, self._last = self._last, time.monotonic()
+        return self._last - before
 
 
 class Encoding:
@@ -56,8 +70,10 @@ class Encoding:
         states: KeyStates,
         suspects: Suspects,
         worker: str,
+        tracer: Tracer,
         counters: Counter[str],
     ) -> None:
+        self._tracer = tracer
         self._bus = bus
         self._engine = engine
         self._info = info
@@ -94,6 +110,21 @@ class Encoding:
         Raises:
             EpdError: it could not be made; :meth:`failure` makes the event of that.
         """
+        span = spans.begin(self._tracer, job, attempt=attempt, queued_s=queued_s)
+        event, error = None, "cancelled"
+        try:
+            event = await self._make_if_wanted(job, sequence, attempt, queued_s)
+            error = ""
+            return event
+        except EpdError as failure:
+            error = failure.code
+            raise
+        finally:
+            spans.end(span, event, error=error)
+
+    async def _make_if_wanted(
+        self, job: EncodeJob, sequence: int | None, attempt: int, queued_s: float
+    ) -> EmbeddingEvent | None:
         try:
             with self._door.arrived(sequence) as visit:
                 if not await self._states.begin(job.key, job.epoch):
@@ -170,14 +201,15 @@ class Encoding:
             # A hit is a success: announce again.
             self._counters["hits"] += 1
             await self._copy_to_remote(present)
-            return self._event(job, present.header, attempt, queued_s, encode_s=0.0)
+            return self._event(job, present.header, attempt, queued_s)
+        clock = Laps()
         try:
             async with asyncio.timeout(
                 job.deadline - time.time() if job.deadline else None
             ) as bound:
                 data = await self._media_of(job)
                 await self._check_key(job, data)
-                started = time.monotonic()
+                media_s = clock.lap()
                 staged = await self._encode(job, data, visit)
         except TimeoutError:
             if not bound.expired():
@@ -187,7 +219,7 @@ class Encoding:
                 stage="encode",
                 key=job.key,
             ) from None
-        encode_s = time.monotonic() - started
+        encode_s = clock.lap()
         try:
             await asyncio.to_thread(self._arena.adopt, staged.path, staged.header)
         finally:
@@ -200,7 +232,8 @@ class Encoding:
             published = await self._arena.get(job.key)
             if published is not None:
                 await self._copy_to_remote(published)
-        return self._event(job, staged.header, attempt, queued_s, encode_s=encode_s)
+        took = (media_s, encode_s, clock.lap())
+        return self._event(job, staged.header, attempt, queued_s, took)
 
     async def _present(self, key: str) -> Embedding | None:
         """The embedding, if it is there and a PD worker can take it."""
@@ -323,9 +356,9 @@ class Encoding:
         header: EmbeddingHeader,
         attempt: int,
         queued_s: float,
-        *,
-        encode_s: float,
+        took: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ) -> EmbeddingEvent:
+        media_s, encode_s, publish_s = took
         return EmbeddingEvent(
             key=job.key,
             epoch=job.epoch,
@@ -341,7 +374,9 @@ class Encoding:
             encoder=self._worker,
             attempt=attempt,
             queue_s=queued_s,
+            media_s=media_s,
             encode_s=encode_s,
+            publish_s=publish_s,
         )
 
 

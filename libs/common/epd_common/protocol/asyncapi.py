@@ -207,6 +207,14 @@ _HEALTH: JsonObject = {
 }
 
 
+_EXPLAIN: JsonObject = {
+    "type": "object",
+    "description": "What became of a request: docs/operations.md says what the fields mean.",
+    "properties": {"request_id": {"type": "string"}, "state": {"type": "string"}},
+    "required": ["request_id", "state"],
+}
+
+
 def build() -> JsonObject:
     """The whole document."""
     return {
@@ -221,12 +229,13 @@ def build() -> JsonObject:
         },
         "defaultContentType": CONTENT_TYPE,
         "channels": {name: _channel(channel) for name, channel in _CHANNELS.items()}
-        | {"health": _health_channel()},
+        | {"health": _health_channel(), "explain": _explain_channel()},
         "operations": _operations(),
         "components": {
             "messages": {_tag(message): _message(message) for message in MESSAGES}
-            | {"healthRequest": _health_request(), "health": _health_answer()},
-            "schemas": _schemas() | {"Health": _HEALTH},
+            | {"healthRequest": _request("Health"), "health": _answer("Health")}
+            | {"explainRequest": _request("Explain"), "explain": _answer("Explain")},
+            "schemas": _schemas() | {"Health": _HEALTH, "Explain": _EXPLAIN},
         },
     }
 
@@ -285,6 +294,22 @@ def _health_channel() -> JsonObject:
     )
 
 
+def _explain_channel() -> JsonObject:
+    return _parametrised(
+        {
+            "address": subjects.explain_subject("REQUEST"),
+            "title": "Explanations",
+            "description": "The gateway that had the request, and still remembers it, answers a request with "
+            "any body with JSON; others say nothing.",
+            "messages": {
+                "explainRequest": {"$ref": "#/components/messages/explainRequest"},
+                "explain": {"$ref": "#/components/messages/explain"},
+            },
+            "x-nats": _CORE,
+        }
+    )
+
+
 def _operations() -> JsonObject:
     found: JsonObject = {}
     for name, channel in _CHANNELS.items():
@@ -301,12 +326,13 @@ def _operations() -> JsonObject:
         "address": {"location": "$message.header#/reply"},
         "channel": {"$ref": "#/channels/cancelAnswers"},
     }
-    found["answerHealth"] = _operation("receive", "health", ["healthRequest"]) | {
-        "reply": {
-            "channel": {"$ref": "#/channels/health"},
-            "messages": [{"$ref": "#/channels/health/messages/health"}],
+    for name in ("health", "explain"):
+        found[f"answer{name.title()}"] = _operation("receive", name, [f"{name}Request"]) | {
+            "reply": {
+                "channel": {"$ref": f"#/channels/{name}"},
+                "messages": [{"$ref": f"#/channels/{name}/messages/{name}"}],
+            }
         }
-    }
     return found
 
 
@@ -328,16 +354,16 @@ def _message(message: type[Message]) -> JsonObject:
     }
 
 
-def _health_request() -> JsonObject:
-    return {"name": "healthRequest", "title": "Health request", "payload": {}}
+def _request(title: str) -> JsonObject:
+    return {"name": f"{title.lower()}Request", "title": f"{title} request", "payload": {}}
 
 
-def _health_answer() -> JsonObject:
+def _answer(title: str) -> JsonObject:
     return {
-        "name": "health",
-        "title": "Health",
+        "name": title.lower(),
+        "title": title,
         "contentType": "application/json",
-        "payload": {"$ref": _REF.format(name="Health")},
+        "payload": {"$ref": _REF.format(name=title)},
     }
 
 

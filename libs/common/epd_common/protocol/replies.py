@@ -8,6 +8,7 @@ is asked for again (``ReplayRequest``).
 from __future__ import annotations
 
 from epd_common.protocol.base import Message
+from epd_common.protocol.receipts import Receipt
 
 
 class Reply(Message, frozen=True, kw_only=True):
@@ -39,11 +40,14 @@ class ReplyData(Reply, tag="data", frozen=True, kw_only=True):
 
 
 class ReplyEnd(Reply, tag="end", frozen=True, kw_only=True):
-    """The answer is complete."""
+    """The answer is complete. ``receipt`` says how it came about; None where nobody wrote that down."""
+
+    receipt: Receipt | None = None
 
 
 class ReplyError(Reply, tag="error", frozen=True, kw_only=True):
-    """The request failed. The fields are those of ``epd_common.errors.EpdError``."""
+    """The request failed. The fields are those of ``epd_common.errors.EpdError``, and ``receipt`` as at an
+    answer's end."""
 
     status: int
     code: str
@@ -52,6 +56,7 @@ class ReplyError(Reply, tag="error", frozen=True, kw_only=True):
     key: str = ""
     param: str = ""
     retry_after_s: float = 0.0
+    receipt: Receipt | None = None
 
 
 ReplyFrame = ReplyHead | ReplyData | ReplyEnd | ReplyError

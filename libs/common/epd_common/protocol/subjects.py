@@ -71,6 +71,10 @@ def progress_subject(request_id: str) -> str:
     return f"epd.v1.progress.{request_id}"
 
 
+def explain_subject(request_id: str) -> str:
+    return f"epd.v1.explain.{request_id}"
+
+
 def held_subject(worker: str) -> str:
     return f"epd.v1.held.{worker}"
 

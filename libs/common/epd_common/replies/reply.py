@@ -18,6 +18,7 @@ from epd_common.errors import (
 )
 from epd_common.protocol import (
     Progress,
+    Receipt,
     ReplayRequest,
     ReplyData,
     ReplyEnd,
@@ -79,6 +80,8 @@ class Reply:
         self._timer: asyncio.TimerHandle | None = None
         self.finished = False
         self.submitted = False
+        self.receipt: Receipt | None = None
+        """The worker's, once the reply has ended."""
 
     @property
     def inbox(self) -> str:
@@ -323,6 +326,7 @@ class Reply:
             self._buffered -= len(frame.data)
         if isinstance(frame, ReplyEnd | ReplyError):
             self.finished = True
+            self.receipt = frame.receipt
         if isinstance(frame, ReplyError):
             raise _failure_of(frame)
         return frame

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test extras check audit chaos chaostest fmt clean
+.PHONY: help setup demo test extras monitoring check audit chaos chaostest fmt clean
 
 help: ## list the verbs
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -21,17 +21,21 @@ check: setup ## lint, types, import walls and the fast tests; under 2 minutes
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/write_docs.py --check
 	$(BIN)/python scripts/audit.py
-	$(BIN)/python -m pytest -q -n 3 -m "not vllm and not docker and not slow and not chaos" --durations=15
+	$(BIN)/python -m pytest -q -n 3 -m "not vllm and not docker and not slow and not chaos and not prometheus" --durations=15
 
 audit: setup ## ask an advisory service about the dependencies; fails where none answers
 	$(BIN)/python scripts/audit.py --strict
 
 test: setup ## every test that needs no Docker engine, with real vLLM on the CPU
-	$(BIN)/python -m pytest -n 2 -m "not vllm and not docker and not chaos and not extra" --durations=15
+	$(BIN)/python -m pytest -n 2 -m "not vllm and not docker and not chaos and not extra and not prometheus" --durations=15
 	$(BIN)/python -m pytest -m "vllm and not docker and not extra" --durations=15
 
 extras: setup ## what takes long: more models, plain vLLM servers, vLLM's proxy, odd requests; 7 minutes
 	$(BIN)/python -m pytest -m "extra and not docker" --durations=15
+
+monitoring: setup ## dashboards and alerts on a real Prometheus, Debian's package unpacked into build/
+	scripts/prometheus.sh
+	$(BIN)/python -m pytest -m prometheus --durations=5
 
 chaostest: setup ## 1,500 requests while processes are killed; 3 minutes
 	$(BIN)/python -m pytest -m chaos -s

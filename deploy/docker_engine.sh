@@ -9,8 +9,8 @@
 # runs already is not touched. `up` installs the Debian packages it lacks, and they stay.
 #
 # Where no image registry can be reached, the base images that the compose file names are built here
-# from Debian packages and wheels, under their real names, so that the file runs as it is. The
-# machine's package index, certificates and local torch wheels are handed to the image builds.
+# from Debian packages and wheels, under their real names, so that the file runs as it is, but for
+# Grafana and Jaeger: Debian has neither, so there is none of them then. The machine's package index, certificates and local torch wheels are handed to the image builds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 verb=${1:-}
@@ -122,7 +122,7 @@ fetch_wheels() { # NAME...: unpack the newest wheels into $state/wheels
 
 base_images() {
   local image missing=()
-  for image in python:3.11-slim nats:2-alpine valkey/valkey:9; do
+  for image in python:3.11-slim nats:2-alpine valkey/valkey:9 prom/prometheus:v3.5.0; do
     docker image inspect "$image" >/dev/null 2>&1 || missing+=("$image")
   done
   ((${#missing[@]})) || return 0
@@ -181,7 +181,22 @@ WORKDIR /data
 VOLUME /data
 CMD ["valkey-server"]
 DOCKERFILE
+
+  say "building a stand-in for the base image of Prometheus: Debian's package of it"
+  TMPDIR=$state/tmp quietly docker build -t prom/prometheus:v3.5.0 -f - "$context" <<'DOCKERFILE'
+FROM python:3.11-slim AS package
+WORKDIR /package
+RUN apt-get update -q && apt-get download prometheus && dpkg-deb -x prometheus_*.deb /tree
+FROM python:3.11-slim
+COPY --from=package /tree/usr/bin /usr/local/bin/
+COPY busybox /usr/local/bin/wget
+RUN mkdir /prometheus && chown 65534:65534 /prometheus
+USER 65534
+WORKDIR /prometheus
+ENTRYPOINT ["prometheus"]
+DOCKERFILE
   rm -rf "$root" "$context" "$state/wheels"
+  say "no stand-ins for Grafana and Jaeger: what needs them will not run"
 }
 
 # Package index, certificates and wheels of this machine, for the image builds.

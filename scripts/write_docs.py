@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
-from epd_cli import nats_users, valkey_users
+from epd_cli import dashboards, nats_users, valkey_users
 from epd_common.settings import PREFIX, CommonSettings
+from epd_common.telemetry.metric_set import MetricSet, Spec
+from epd_common.telemetry.worker_metrics import WorkerMetrics
 from epd_encoder.settings import EncoderSettings
+from epd_gateway.metrics import GatewayMetrics
 from epd_gateway.openapi import openapi_document
 from epd_gateway.settings import GatewaySettings
+from epd_pd.metrics import PdMetrics
 from epd_pd.settings import PdSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,16 +74,74 @@ def _default(name: str, value: object) -> str:
     return f"`{value}`" if value != "" else "empty"
 
 
+METRICS_HEAD = """\
+# Metrics
+
+`GET /metrics` of the gateway, and of each encoder and PD worker on `EPD_METRICS_PORT`, in Prometheus's text
+format; what to do with them is in [operations.md](operations.md#monitoring). `epd_encoder_*` has to do with
+encode jobs and the making of embeddings, also where a PD worker does it, `epd_pd_*` with generate jobs,
+`epd_store_*` with embeddings at rest. A worker that runs vLLM shows vLLM's own metrics beside them, `vllm:*`,
+which vLLM describes. Counters begin at 0 with each process. These tables are generated from the code by
+`scripts/write_docs.py`.
+"""
+
+FAMILIES = {
+    "epd_gateway_": "The gateway",
+    "epd_encoder_": "Encoders, and PD workers that encode",
+    "epd_pd_": "PD workers",
+    "epd_store_": "Stores",
+}
+
+
+def described() -> dict[Spec, list[str]]:
+    """All metrics, with the services that show them."""
+    pd = WorkerMetrics("pd")
+    PdMetrics(pd)
+    sets: dict[str, MetricSet] = {
+        "gateway": GatewayMetrics(),
+        "encoder": WorkerMetrics("encoder"),
+        "pd": pd,
+    }
+    found: dict[Spec, list[str]] = {}
+    for service, metrics in sets.items():
+        for spec in metrics.specs:
+            found.setdefault(spec, []).append(service)
+    return found
+
+
+def metrics() -> str:
+    """The tables of metrics, one for each family."""
+    found = described()
+    text = METRICS_HEAD
+    for prefix, title in FAMILIES.items():
+        text += f"\n## {title}\n\n| metric | type | unit | shown by | meaning |\n"
+        text += "| --- | --- | --- | --- | --- |\n"
+        for spec in sorted(
+            (spec for spec in found if spec.name.startswith(prefix)), key=lambda spec: spec.name
+        ):
+            labels = f"{{{','.join(spec.labels)}}}" if spec.labels else ""
+            text += (
+                f"| `{spec.name}{labels}` | {spec.kind} | {spec.unit} | {', '.join(found[spec])} | "
+                f"{spec.meaning} |\n"
+            )
+    return text
+
+
 def openapi() -> str:
     """The gateway's OpenAPI document."""
     return json.dumps(openapi_document(), indent=2) + "\n"
 
 
-DOCUMENTS = {
+DOCUMENTS: dict[str, Callable[[], str]] = {
     "docs/openapi.json": openapi,
     "docs/configuration.md": configuration,
+    "docs/metrics.md": metrics,
     "deploy/nats/users.conf": nats_users.users_file,
     "deploy/valkey/users.conf": valkey_users.users_file,
+    **{
+        f"deploy/observability/dashboards/{name}.json": partial(dashboards.dashboard, name)
+        for name in dashboards.DASHBOARDS
+    },
 }
 
 

@@ -118,6 +118,10 @@ class FakeEncoderEngine:
     def owes(self) -> bool:
         return False
 
+    @property
+    def batches(self) -> dict[int, int]:
+        return {1: len(self.encoded)}
+
     def die(self) -> None:
         self._dead.set()
         self.gate.set()
@@ -205,6 +209,10 @@ class FakePdEngine:
     @property
     def owes(self) -> bool:
         return False
+
+    @property
+    def batches(self) -> dict[int, int]:
+        return self.tower.batches
 
     def die(self) -> None:
         self._dead.set()

@@ -7,7 +7,9 @@ bare machine. Where there is none, the tests are skipped.
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
+import itertools
 import json
 import os
 import random
@@ -25,11 +27,14 @@ import msgpack
 import nats
 import pytest
 
+from epd_cli.dashboards import DASHBOARDS
 from models import shapes
+from promql import answers
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 PROJECT = "epdflow-test"
-SERVICES = {"gateway", "encoder", "pd", "nats", "valkey"}
+SERVICES = {"gateway", "encoder", "pd", "nats", "valkey", "prometheus"}
+GRAFANA, JAEGER = "grafana/grafana:12.1.0", "jaegertracing/jaeger:2.8.0"
 MODEL = "shapes-qwen2vl"
 # The images are built from nothing in about 3 minutes on two cores, and vLLM starts in 1 or 2.
 BUILD_S, START_S = 1200, 420
@@ -60,11 +65,26 @@ def password_names() -> list[str]:
     return [name for name, value in example().items() if value == "change-me"]
 
 
+def has_image(name: str) -> bool:
+    """Whether an image is here, or comes from a registry."""
+    for command in (["image", "inspect", name], ["pull", "-q", name]):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if not subprocess.run(
+                ["docker", *command], capture_output=True, timeout=180
+            ).returncode:
+                return True
+    return False
+
+
 @dataclass(frozen=True)
 class Stack:
     env: dict[str, str]
     http_url: str
     nats_url: str
+    services: tuple[str, ...]
+    prometheus_url: str
+    grafana_url: str
+    """Empty where its image cannot be had: then it does not run."""
 
     def run(self, *arguments: str, timeout_s: float = 120) -> str:
         done = compose(*arguments, env=self.env, timeout_s=timeout_s)
@@ -81,14 +101,24 @@ def passwords() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def stack(passwords: dict[str, str]) -> Iterator[Stack]:
-    env = {**passwords, "EPD_PORT": "0", "EPD_NATS_PORT": "0"}
+def stack(passwords: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Stack]:
+    ports = ("EPD_PORT", "EPD_NATS_PORT", "EPD_PROMETHEUS_PORT", "EPD_GRAFANA_PORT")
+    env = {**passwords, **dict.fromkeys(ports, "0")}
     try:
         subprocess.run(["docker", "info"], capture_output=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         pytest.skip("no Docker engine answers: see deploy/docker_engine.sh")
+    wanted = sorted(SERVICES)
+    if has_image(GRAFANA):
+        wanted.append("grafana")
+    else:
+        capture = request.config.pluginmanager.get_plugin("capturemanager")
+        assert capture is not None
+        with capture.global_and_fixture_disabled():
+            print("\nGRAFANA IS NOT RUN: its image cannot be had here. Jaeger is not run either.")
     try:
-        for step in (("build",), ("up", "--detach", "--wait", "--wait-timeout", str(START_S))):
+        up = ("up", "--detach", "--wait", "--wait-timeout", str(START_S), *wanted)
+        for step in (("build",), up):
             done = compose(*step, env=env, timeout_s=BUILD_S)
             if done.returncode:
                 logs = compose("logs", "--tail", "40", env=env).stdout
@@ -96,7 +126,11 @@ def stack(passwords: dict[str, str]) -> Iterator[Stack]:
         http = compose("port", "gateway", "8000", env=env).stdout.strip()
         bus = compose("port", "nats", "4222", env=env).stdout.strip()
         nats_url = f"nats://client:{passwords['EPD_NATS_CLIENT_PASSWORD']}@{bus}"
-        yield Stack(env, f"http://{http}", nats_url)
+        prometheus = compose("port", "prometheus", "9090", env=env).stdout.strip()
+        grafana = ""
+        if "grafana" in wanted:
+            grafana = "http://" + compose("port", "grafana", "3000", env=env).stdout.strip()
+        yield Stack(env, f"http://{http}", nats_url, tuple(wanted), f"http://{prometheus}", grafana)
     finally:
         compose("down", "--volumes", "--remove-orphans", env=env)
 
@@ -146,17 +180,29 @@ def test_the_example_settings_are_complete_and_open_nothing_to_the_network() -> 
     assert done.returncode == 0, done.stderr
     config = json.loads(done.stdout)
     services = config["services"]
-    assert set(services) == SERVICES | {"nats-volume"}
+    assert set(services) == SERVICES | {"nats-volume", "grafana"}
     for name, service in services.items():
         assert service["read_only"], name
         assert service["cap_drop"] == ["ALL"], name
         assert service["init"], name
         for port in service.get("ports", ()):
             assert port.get("host_ip") == "127.0.0.1", name
-    assert {name for name in services if services[name].get("ports")} == {"gateway", "nats"}
+    open_ones = {name for name in services if services[name].get("ports")}
+    assert open_ones == {"gateway", "nats", "prometheus", "grafana"}
     assert config["networks"]["inside"]["internal"]
     for name in ("encoder", "pd", "valkey"):
         assert set(services[name]["networks"]) == {"inside"}, name
+    assert set(services["grafana"]["networks"]) == {"outside"}
+    assert (services["grafana"]["image"], services["grafana"]["user"]) == (GRAFANA, "472:0")
+
+
+def test_jaeger_comes_with_its_profile_alone() -> None:
+    done = compose("--profile", "tracing", "config", "--format", "json", env=example())
+    assert done.returncode == 0, done.stderr
+    jaeger = json.loads(done.stdout)["services"]["jaeger"]
+    assert jaeger["image"] == JAEGER
+    assert jaeger["read_only"] and jaeger["user"] == "10001:10001"
+    assert [port["host_ip"] for port in jaeger["ports"]] == ["127.0.0.1"]
 
 
 def test_a_multimodal_request_over_http(stack: Stack) -> None:
@@ -214,6 +260,34 @@ def test_nobody_is_root_and_no_root_filesystem_can_be_written(stack: Stack) -> N
         assert "ro" in root[3].split(","), service
 
 
+def test_every_panel_shows_something(stack: Stack) -> None:
+    """By each panel's queries: on the Prometheus that scrapes these containers, and through Grafana if it
+    runs."""
+    panels = [panel for _, shown in DASHBOARDS.values() for panel in shown]
+    queries = {query for panel in panels if panel.where != "faults" for query, _ in panel.queries}
+    targets = {"gateway": 8000, "encoder": 9464, "pd": 9464}
+    give_up = time.monotonic() + 90
+    with httpx.Client(base_url=stack.prometheus_url, timeout=10) as client:
+        empty, seeds = queries, itertools.count(100)
+        while empty := {query for query in empty if not answers(client, query)}:
+            assert time.monotonic() < give_up, "\n".join(sorted(empty))
+            ask_over_http(stack, next(seeds))
+        found = client.get("/api/v1/targets", params={"state": "active"}).json()["data"]
+        assert {
+            target["labels"]["job"]: int(target["labels"]["instance"].rpartition(":")[2])
+            for target in found["activeTargets"]
+        } == targets
+        assert {target["health"] for target in found["activeTargets"]} == {"up"}
+        assert not client.get("/api/v1/alerts").json()["data"]["alerts"]
+    if stack.grafana_url:
+        with httpx.Client(base_url=stack.grafana_url, timeout=10) as client:
+            shown = {entry["uid"] for entry in client.get("/api/search?type=dash-db").json()}
+            assert shown == {f"epdflow-{name}" for name in DASHBOARDS}
+            proxied = httpx.URL(stack.grafana_url).join("/api/datasources/proxy/uid/prometheus/")
+            with httpx.Client(base_url=proxied, timeout=10) as through:
+                assert answers(through, "sum(epd_gateway_open_requests)")
+
+
 def test_the_gateway_has_no_torch(stack: Stack) -> None:
     code = "from importlib.util import find_spec as f; print(f('torch'), f('vllm'), f('fastapi'))"
     assert stack.python("gateway", code).startswith("None None ModuleSpec")
@@ -232,7 +306,8 @@ def test_encoder_and_pd_share_one_arena_with_hard_links(stack: Stack) -> None:
 
 def test_it_answers_again_after_a_broker_restart(stack: Stack) -> None:
     stack.run("restart", "nats")
-    stack.run("up", "--detach", "--wait", "--wait-timeout", "120", timeout_s=150)
+    up = ("up", "--detach", "--wait", "--wait-timeout", "120")
+    stack.run(*up, *stack.services, timeout_s=150)
     give_up = time.monotonic() + 60
     while httpx.get(f"{stack.http_url}/ready", timeout=10).status_code != 200:
         assert time.monotonic() < give_up, "not ready 60 s after NATS came back"

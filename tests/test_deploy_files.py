@@ -52,7 +52,8 @@ def test_each_user_gets_a_password_of_its_own(tmp_path: Path) -> None:
     assert written.stat().st_mode & 0o077 == 0
     lines = [x.split("=") for x in written.read_text().splitlines() if x and x[0] != "#"]
     passwords = [value for _, value in lines]
-    assert len(passwords) == len(set(passwords)) == len(NATS_ROLES) + len(VALKEY_ROLES)
+    users = len(NATS_ROLES) + len(VALKEY_ROLES) + 1  # and Grafana's admin
+    assert len(passwords) == len(set(passwords)) == users
     assert all(re.fullmatch("[0-9a-f]{32}", password) for password in passwords)
     again = make_env(tmp_path)
     assert again.returncode == 1 and "is there already" in again.stderr

@@ -108,8 +108,10 @@ async def test_a_tenant_over_its_share_and_a_full_system(
         running.append(begin("b"))
         await eventually(lambda: len(engine.running) == 2, "a newcomer gets in")
         check_refused(await ask_as(stack, "c", max_tokens=400), "system_full")
-        assert await samples(stack, "epd_gateway_open_cost") == {(stack.model,): 800}
-        assert await samples(stack, "epd_gateway_admission_capacity") == {(stack.model,): 1000}
+        assert await samples(stack, "epd_gateway_open_cost_tokens") == {(stack.model,): 800}
+        assert await samples(stack, "epd_gateway_admission_capacity_tokens") == {
+            (stack.model,): 1000
+        }
         engine.gate.set()
         assert [text_of(answer) for answer in await asyncio.gather(*running)] == ["x", "x"]
         assert await samples(stack, "epd_gateway_admissions_total") == {
@@ -133,7 +135,7 @@ async def test_one_request_of_whatever_cost_leaves_room_for_another_tenant(
         engine.gate.clear()
         running = [asyncio.create_task(ask_as(stack, "a", max_tokens=4000, n=8))]
         await eventually(lambda: len(engine.running) == 1, "it runs")
-        assert await samples(stack, "epd_gateway_open_cost") == {(stack.model,): 750}
+        assert await samples(stack, "epd_gateway_open_cost_tokens") == {(stack.model,): 750}
         running.append(asyncio.create_task(ask_as(stack, "b", max_tokens=200)))
         await eventually(lambda: len(engine.running) == 2, "and so does another tenant's")
         engine.gate.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ class Setup:
     pds: int = 1
     engine: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    metrics: bool = False
 
 
 LITTLE_MEMORY = ("--max-model-len", "1024", "--num-gpu-blocks-override", "10")
@@ -38,7 +40,7 @@ SETUPS = {
         pds=2, engine=LITTLE_MEMORY, environment={"EPD_PLACEMENT": "prefix"}
     ),
     "little memory": Setup(engine=LITTLE_MEMORY),
-    "both": Setup(encoders=0),
+    "both": Setup(encoders=0, metrics=True),
     "both, little memory": Setup(encoders=0, engine=LITTLE_MEMORY),
     "rescue": Setup(
         environment={"EPD_LOCAL_ENCODE": "always", "EPD_ENCODE_PATIENCE_S": str(PATIENCE_S)}
@@ -54,6 +56,8 @@ class Deployment:
     setup: str
     stack: Stack
     colocated_url: str
+    metrics_port: int
+    """Of the first worker, where its setup has it."""
 
     @property
     def url(self) -> str:
@@ -90,6 +94,7 @@ class Deployments:
     async def _start(self, name: str, setup: str, colocated_url: str) -> Deployment:
         """Start what is missing, at the same time; ``colocated_url`` is that of one that runs already."""
         model = await self._checkpoint(name)
+        metrics_port = free_port() if SETUPS[setup].metrics else 0
         options = StackOptions(
             model=str(model),
             served_model=name,
@@ -99,6 +104,7 @@ class Deployments:
             state_dir=self._folder / name,
             environment={
                 "EPD_ENGINE_ARGS": " ".join((*TOOL_ARGUMENTS, *SETUPS[setup].engine)),
+                "EPD_METRICS_PORT": str(metrics_port),
                 **SETUPS[setup].environment,
             },
         )
@@ -108,7 +114,8 @@ class Deployments:
                 colocated = starting.create_task(self._colocated.enter_async_context(server))
             services = run_stack(options, _printer())
             stack = starting.create_task(self._services.enter_async_context(services))
-        return Deployment(name, setup, stack.result(), colocated_url or colocated.result())
+        url = colocated_url or colocated.result()
+        return Deployment(name, setup, stack.result(), url, metrics_port)
 
     async def _checkpoint(self, name: str) -> Path:
         """The trained model, or a random one that is built now."""
@@ -121,6 +128,12 @@ class Deployments:
         )
         assert await process.wait() == 0, f"cannot build a random {name}"
         return folder
+
+
+def free_port() -> int:
+    """One that was free just now."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
 
 
 def _printer() -> object:

@@ -16,6 +16,7 @@ import pytest
 from answers import ask
 from cases import CaseMaker, picture, text, user
 from deployment import PATIENCE_S, SMALL_MODEL, Deployment, Deployments
+from prometheus_client.parser import text_string_to_metric_families
 from services import counters, frozen_encoder
 
 from epd_cli.stack import StackOptions, run_stack
@@ -46,6 +47,26 @@ async def test_fc12_one_process_encodes_and_decodes(deployments: Deployments) ->
         path.unlink()
     assert await same_as_colocated(deployment, seed=41, count=8) > 0  # written again
     assert list((deployment.stack.arena / "staging" / "pd-1").iterdir()) == []
+
+
+async def test_a_worker_shows_vllm_s_metrics_and_its_batches(deployments: Deployments) -> None:
+    """Of the engine that answers and encodes in one: only encodes count as batches."""
+    deployment = await deployments.get(SMALL_MODEL.name, "both")
+    encoded = await same_as_colocated(deployment, seed=42, count=8)
+    async with httpx.AsyncClient() as client:
+        page = await client.get(f"http://127.0.0.1:{deployment.metrics_port}/metrics")
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(page.text)
+        for sample in family.samples
+        if not sample.labels or sample.name.startswith("vllm:")
+    }
+    made = (await counters(deployment, "pd-1"))["encoded"]
+    assert found["epd_encoder_batch_items_sum"] == made >= encoded > 4
+    assert 0 < found["epd_encoder_batch_items_count"] <= made
+    assert found["vllm:prompt_tokens_total"] > 0
+    assert 0 <= found["vllm:kv_cache_usage_perc"] < 1
+    assert found["epd_pd_engine_steps_total"] > found["epd_encoder_batch_items_count"]
 
 
 LONG_TEXT = "Look at this picture closely, as there will be a question about it afterwards. " * 20

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -242,6 +242,7 @@ def _services(
         **({} if options.encoders else {"EPD_EC_ROLE": "ec_both"}),
         **options.environment,
     }
+    metrics = metrics_ports({**os.environ, **options.environment})
     names = [("gateway", "gateway-1")]
     names += [("encoder", f"encoder-{n}") for n in range(1, options.encoders + 1)]
     names += [("pd", f"pd-{n}") for n in range(1, options.pds + 1)]
@@ -253,11 +254,20 @@ def _services(
                 "EPD_NATS_URL": options.nats_url or brokers.nats.url_for(role),
                 "EPD_REDIS_URL": options.redis_url or brokers.redis.url_for(role),
                 **common,
+                **({} if role == "gateway" else next(metrics)),
             },
             logs / f"{name}.log",
         )
         for role, name in names
     ]
+
+
+def metrics_ports(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """What each worker in turn is told: the port that ``EPD_METRICS_PORT`` names, the next one, and so on."""
+    first = environment.get("EPD_METRICS_PORT", "0")
+    if not first.isdigit() or int(first) == 0:
+        return itertools.repeat({})  # a value that is none, each service names itself
+    return ({"EPD_METRICS_PORT": str(port)} for port in itertools.count(int(first)))
 
 
 async def _stop_all(services: list[ServiceProcess], up: list[bool]) -> None:

@@ -26,7 +26,9 @@ from epd_common.store import (
     open_redis,
 )
 from epd_common.store.arena import sweeping
+from epd_common.telemetry.exposition import serving_metrics
 from epd_common.telemetry.traces import Tracer, open_tracer
+from epd_common.telemetry.worker_metrics import WorkerMetrics
 from epd_common.worker import Worker
 
 
@@ -62,6 +64,7 @@ class Connections:
             worker=self.settings.worker_id,
             tracer=self.tracer,
             counters=self.worker.counters,
+            metrics=self.worker.metrics.encode,
         )
 
     async def pull(
@@ -106,7 +109,15 @@ async def connect(
     role: Literal["encoder", "pd"],
     slots: int,
 ) -> Connections:
-    """Connect to the brokers, open this node's arena, and enter the registry as ``starting``."""
+    """Connect to the brokers, open this node's arena, and enter the registry as ``starting``; serve metrics
+    from before all that, if that is wanted."""
+    metrics = WorkerMetrics(role)
+    if settings.metrics_port:
+        await stack.enter_async_context(
+            serving_metrics(
+                metrics.registry, host=settings.metrics_host, port=settings.metrics_port
+            )
+        )
     tracer = await stack.enter_async_context(
         open_tracer(
             settings.otlp_endpoint,
@@ -134,7 +145,9 @@ async def connect(
     arena.open()
     stack.callback(arena.close)
     await stack.enter_async_context(sweeping(arena))
-    worker = await stack.enter_async_context(Worker(bus, settings, arena, role=role, slots=slots))
+    worker = await stack.enter_async_context(
+        Worker(bus, settings, arena, role=role, slots=slots, metrics=metrics)
+    )
     worker.shows("arena", arena.report)
     remote: list[RemoteStore] = []
     if "redis" in settings.stores:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
@@ -153,6 +153,10 @@ class EncoderEngine(Protocol):
     @property
     def owes(self) -> bool:
         """Whether it has something to compute now: it is not idle, nor does it only wait for embeddings."""
+
+    @property
+    def batches(self) -> Mapping[int, int]:
+        """How often its towers took how many items at once."""
 
     async def start(self, progress: Progress) -> EngineInfo: ...
 

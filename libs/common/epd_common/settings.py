@@ -235,6 +235,17 @@ class WorkerSettings(CommonSettings):
         description="Seconds without a step after which an engine that has work is held for hung, and its "
         "worker ends; well above the longest step (prefill of a long prompt, a large video). 0: never.",
     )
+    metrics_port: int = Field(
+        0,
+        ge=0,
+        le=65_535,
+        description="Port of the worker's own `/metrics`, for Prometheus; each worker of a host needs one of "
+        "its own. 0: none is opened.",
+    )
+    metrics_host: str = Field(
+        "127.0.0.1",
+        description="Address on which `EPD_METRICS_PORT` is opened; it asks for no key.",
+    )
     engine_args: str = Field(
         "", description="More arguments for the vLLM engine, as on vLLM's command line."
     )

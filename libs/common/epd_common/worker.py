@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -20,10 +20,13 @@ from epd_common.engines import EngineInfo, Progress
 from epd_common.errors import EpdError, UnavailableError, UpstreamError
 from epd_common.lifecycle import wait_any
 from epd_common.protocol import WorkerRecord, WorkerState
+from epd_common.protocol.names import names_in
 from epd_common.protocol.subjects import Stage
 from epd_common.protocol.workers import Encodes
 from epd_common.settings import WorkerSettings
 from epd_common.store import Arena
+from epd_common.telemetry.logs import log_about
+from epd_common.telemetry.worker_metrics import WorkerMetrics
 from epd_common.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,9 @@ class Engine(Protocol):
     @property
     def owes(self) -> bool: ...
 
+    @property
+    def batches(self) -> Mapping[int, int]: ...
+
     async def start(self, progress: Progress) -> EngineInfo: ...
 
     async def stop(self) -> None: ...
@@ -73,6 +79,7 @@ class Worker:
     Args:
         arena: This node's; the record says how full it is.
         slots: Jobs of its role that it takes at once.
+        metrics: Show what is counted here.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class Worker:
         *,
         role: Literal["encoder", "pd"],
         slots: int,
+        metrics: WorkerMetrics,
     ) -> None:
         self._bus = bus
         self._settings = settings
@@ -104,6 +112,29 @@ class Worker:
         self._stack = AsyncExitStack()
         self._beat_now: Callable[[], None] = lambda: None
         self.counters: Counter[str] = Counter()
+        self.metrics = metrics
+        self._show()
+
+    def _show(self) -> None:
+        """Have the metrics read what is kept here and in the arena."""
+        settings, arena, metrics = self._settings, self._arena, self.metrics
+        metrics.info.labels(
+            settings.worker_id, settings.node, settings.model_name, settings.engine
+        ).set(1)
+        metrics.show_counters(self.counters)
+        metrics.show_state(lambda: self._state)
+        store, node = metrics.store, settings.node
+        store.evicted.read = lambda: {
+            ("arena",): arena.evicted,
+            ("redis",): self.counters["redis_evicted"],
+        }
+        store.used.read = lambda: {(node,): arena.published_bytes()}
+        store.quota.read = lambda: {(node,): arena.quota_bytes}
+
+    def _show_engine(self, engine: Engine) -> None:
+        self.metrics.steps.read = lambda: {(): engine.steps}
+        self.metrics.owes.read = lambda: {(): float(engine.owes)}
+        self.metrics.encode.batches.read = lambda: engine.batches
 
     async def __aenter__(self) -> Self:
         every_s = self._settings.heartbeat_s
@@ -145,6 +176,7 @@ class Worker:
             loop.call_soon_threadsafe(self._set_phase, phase)
 
         self._engine = engine
+        self._show_engine(engine)
         self._info = await engine.start(progress)
         if self._info.encodes:
             self._encodes = "queue" if takes_encodes else "rescue"
@@ -173,6 +205,8 @@ class Worker:
             UpstreamError: the engine died, or hung.
         """
         self._pullers = [puller for puller, _, _ in queues]
+        for puller in self._pullers:
+            self._show_stage(puller)
         self._set_state("ready")
         broken = self._broken
         async with asyncio.TaskGroup() as group:
@@ -212,9 +246,12 @@ class Worker:
         self, puller: JobPuller, handle: Handle, tell: OnExhausted, delivery: Delivery
     ) -> None:
         """One job's boundary: whatever it raises ends here, with its delivery settled."""
-        entry = self._jobs.setdefault(puller.stage, Account()).enter()
+        log_about(**names_in(delivery.data))  # in a task of its own
+        entry = self._jobs[puller.stage].enter()
+        stage = self.metrics.stages[puller.stage]
         try:
-            await handle(delivery)
+            with stage.job(published=delivery.published, attempt=delivery.attempt):
+                await handle(delivery)
             self._setbacks = 0
         except asyncio.CancelledError:
             drained = UnavailableError(
@@ -255,6 +292,11 @@ class Worker:
             except EpdError as failure:
                 logger.warning("job could not be given up: %s", failure)
         await delivery.retry(delay_s)
+
+    def _show_stage(self, puller: JobPuller) -> None:
+        account = self._jobs.setdefault(puller.stage, Account())
+        stage = self.metrics.stages[puller.stage]
+        stage.show(account, slots=puller.slots, busy=lambda: puller.busy)
 
     async def _watch_engine(self) -> None:
         """Return when the engine has died, or was held for hung and was ended for that."""

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import importlib.metadata
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,10 @@ class SimEngine:
     @property
     def owes(self) -> bool:
         return self._tower.owes
+
+    @property
+    def batches(self) -> Mapping[int, int]:
+        return self._tower.batches
 
     async def start(self, progress: Progress) -> EngineInfo:
         progress(f"simulating {self._profile.name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +57,8 @@ class Tower:
         self._batch: list[_Waiting] = []
         self._changes = Changes()
         self._dead = False
+        self.batches: Counter[int] = Counter()
+        """How often it took how many items at once."""
 
     @property
     def owes(self) -> bool:
@@ -104,6 +106,7 @@ class Tower:
             if not batch:
                 await self._changes.since(seen)
                 continue
+            self.batches[len(batch)] += 1
             numbers = []
             for _ in batch:
                 await self._faults.begin()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ class EngineOptions:
         served: Name that clients use.
         max_batch: Sequences that run at once, as vLLM's ``--max-num-seqs``.
         extra_arguments: More engine arguments, as typed in a shell.
+        log_stats: Have vLLM keep its own metrics (``vllm:``), which costs a little in each step.
     """
 
     model: str
@@ -34,6 +37,7 @@ class EngineOptions:
     revision: str = ""
     max_batch: int
     extra_arguments: str = ""
+    log_stats: bool = False
 
 
 class VllmEngine:
@@ -49,6 +53,7 @@ class VllmEngine:
         self._engine: AsyncLLM | None = None
         self._encoder: ItemEncoder | None = None
         self._steps = 0
+        self._batches: Counter[int] = Counter()
 
     @property
     def steps(self) -> int:
@@ -57,6 +62,10 @@ class VllmEngine:
     @property
     def owes(self) -> bool:
         return self._encoder is not None and self._encoder.running > 0
+
+    @property
+    def batches(self) -> Mapping[int, int]:
+        return self._batches
 
     @property
     def alive(self) -> bool:
@@ -69,12 +78,13 @@ class VllmEngine:
             "--model": given.model,
             "--served-model-name": given.served,
             "--max-num-seqs": str(given.max_batch),
-            "--disable-log-stats": None,
             # The processor's own cache would keep media that are encoded once, and takes an item that it
             # knows for one whose pixels are not needed.
             "--mm-processor-cache-gb": "0",
             **role,
         }
+        if not given.log_stats:
+            options["--disable-log-stats"] = None
         if given.revision:
             options["--revision"] = given.revision
         return engine_arguments(role=options, extra=given.extra_arguments)
@@ -85,13 +95,16 @@ class VllmEngine:
         return self._engine, parsed
 
     def _count_steps(self, engine: AsyncLLM) -> None:
-        """Count the steps that gave something: what the engine's process sends of each is the only sign of
-        its life that costs nothing."""
+        """Count the steps that gave something, and the items that each finished: what the engine's process
+        sends of each is the only sign of its life that costs nothing."""
         receive = engine.engine_core.get_output_async
 
         async def counted() -> Any:
             outputs = await receive()
             self._steps += 1
+            # Only who was encoded, and has ended with that, brings an item's metadata.
+            if items := sum(bool(output.ec_transfer_params) for output in outputs.outputs):
+                self._batches[items] += 1
             return outputs
 
         vars(engine.engine_core)["get_output_async"] = counted

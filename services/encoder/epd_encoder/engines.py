@@ -28,6 +28,7 @@ def _vllm(settings: EncoderSettings, staging: Path) -> EncoderEngine:
             revision=settings.revision,
             max_batch=settings.encoder_slots,
             extra_arguments=settings.engine_args,
+            log_stats=settings.metrics_port > 0,
         ),
         staging=staging,
     )

@@ -173,7 +173,7 @@ def build_app(edge: Edge) -> FastAPI:
     async def metrics() -> Response:
         edge.metrics.open_requests.set(edge.hub.open_replies)
         await edge.metrics.look(edge.bus, edge.registry)
-        edge.metrics.accounts.show(edge.requests)
+        edge.metrics.show_account(edge.requests)
         return Response(generate_latest(edge.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app

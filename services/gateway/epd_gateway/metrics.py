@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
 
 from epd_common.accounts import Account
 from epd_common.bus import Bus, Registry
@@ -16,140 +11,129 @@ from epd_common.bus.queues import queue_length
 from epd_common.bus.streams import STREAMS
 from epd_common.errors import UnavailableError
 from epd_common.protocol.subjects import Stage, model_token
+from epd_common.telemetry.metric_set import MetricSet
 
 logger = logging.getLogger(__name__)
 
 OTHER = "other"
 """The model of jobs whose model no worker has; names that anybody may make up are no labels."""
 
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
-
-class GatewayMetrics:
+class GatewayMetrics(MetricSet):
     """One registry an application, so that two in one process do not collide."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
+        super().__init__()
+        self.requests = self.counter(
             "epd_gateway_requests",
             "Requests that ended, by route and HTTP status (499: the client went away).",
             ("route", "status"),
-            registry=self.registry,
         )
-        self.ttft = Histogram(
+        self.ttft = self.histogram(
             "epd_gateway_time_to_first_token_seconds",
             "From a request's arrival to the first byte of its answer.",
             ("route",),
-            buckets=_SECONDS,
-            registry=self.registry,
         )
-        self.duration = Histogram(
+        self.duration = self.histogram(
             "epd_gateway_request_duration_seconds",
             "From a request's arrival to its end.",
             ("route",),
-            buckets=_SECONDS,
-            registry=self.registry,
         )
-        self.items = Counter(
+        self.items = self.counter(
             "epd_gateway_items",
             "Distinct media items of requests: encoded for it, shared with an encode under way, or "
             "reused from a store.",
             ("origin",),
-            registry=self.registry,
         )
-        self.refused = Counter(
+        self.refused = self.counter(
             "epd_gateway_refused_keys",
             "Requests that were not let in: no API key, or a wrong one.",
-            registry=self.registry,
         )
-        self.admissions = Counter(
+        self.admissions = self.counter(
             "epd_gateway_admissions",
             "Requests by tenant and what became of them at the door: let_in, tenant_over_share or "
             "system_full.",
             ("tenant", "outcome"),
-            registry=self.registry,
         )
-        self.media_refused = Counter(
+        self.media_refused = self.counter(
             "epd_gateway_media_refused",
             "Media and large bodies that were refused as their tenant has its bytes in the media store.",
             ("tenant",),
-            registry=self.registry,
         )
-        self.placements = Counter(
+        self.placements = self.counter(
             "epd_gateway_placements",
             "Requests by how they were placed: with a PD worker that holds what they begin with or has their "
             "embeddings on its node (held), with the one nearest to what they begin with, with the next one, "
             "with none in particular as both were crowded, or unplaced for want of a reason.",
             ("outcome",),
-            registry=self.registry,
         )
-        self.telling_workers = Gauge(
+        self.telling_workers = self.gauge(
             "epd_gateway_telling_workers",
             "PD workers of which this gateway knows what their prefix caches hold now.",
-            registry=self.registry,
         )
-        self.held_beginnings = Gauge(
+        self.held_beginnings = self.gauge(
             "epd_gateway_held_beginnings",
             "Beginnings of prompts that these hold, each as often as it is held.",
-            registry=self.registry,
         )
-        self.open_cost = Gauge(
-            "epd_gateway_open_cost",
+        self.open_cost = self.gauge(
+            "epd_gateway_open_cost_tokens",
             "Weighted tokens of all open requests of a model, of all gateways, as this one last saw it.",
             ("model",),
-            registry=self.registry,
         )
-        self.capacity = Gauge(
-            "epd_gateway_admission_capacity",
+        self.capacity = self.gauge(
+            "epd_gateway_admission_capacity_tokens",
             "Weighted tokens that the open requests of a model may have.",
             ("model",),
-            registry=self.registry,
         )
-        self.accounts = AccountCollector(self.registry)
-        self.ledger = Gauge(
+        self.received = self.shown_counter(
+            "epd_gateway_received", "Requests for an answer that came."
+        )
+        self.ended = self.shown_counter(
+            "epd_gateway_ended",
+            "Requests for an answer that ended: answered, failed, refused, or cancelled by their client.",
+            ("outcome",),
+        )
+        self.ledger = self.gauge(
             "epd_gateway_ledger_reachable",
             "1 if the ledger of open requests answered last; 0: this gateway judges by its own alone.",
-            registry=self.registry,
         )
-        self.open_requests = Gauge(
-            "epd_gateway_open_requests", "Requests being answered now.", registry=self.registry
-        )
-        self.queue_jobs = Gauge(
+        self.ledger.set(1)  # until it is asked
+        self.open_requests = self.gauge("epd_gateway_open_requests", "Requests being answered now.")
+        self.queue_jobs = self.gauge(
             "epd_gateway_queue_jobs",
             "Jobs of a stage that are not done, those in work included.",
             ("stage", "model"),
-            registry=self.registry,
         )
-        self.queue_oldest = Gauge(
+        self.queue_oldest = self.gauge(
             "epd_gateway_queue_oldest_seconds",
             "Since the oldest job of a stage that is not done was published.",
             ("stage",),
-            registry=self.registry,
         )
-        self.slots = Gauge(
+        self.slots = self.gauge(
             "epd_gateway_worker_slots",
             "Jobs that all ready workers take at once.",
             ("role", "model"),
-            registry=self.registry,
         )
-        self.busy = Gauge(
+        self.busy = self.gauge(
             "epd_gateway_worker_busy_slots",
             "Slots of ready workers that have a job, by their latest heartbeats.",
             ("role", "model"),
-            registry=self.registry,
         )
-        self.arena_used = Gauge(
+        self.arena_used = self.gauge(
             "epd_store_arena_used_bytes",
             "Published embeddings in a node's arena.",
             ("node",),
-            registry=self.registry,
         )
-        self.arena_quota = Gauge(
+        self.arena_quota = self.gauge(
             "epd_store_arena_quota_bytes",
             "What a node's arena may hold before it evicts.",
             ("node",),
-            registry=self.registry,
         )
+
+    def show_account(self, account: Account) -> None:
+        """Show the gateway's accounts as they are, so that metrics and audits say the same."""
+        self.received.read = lambda: {(): account.received}
+        self.ended.read = lambda: {(outcome,): n for outcome, n in account.ended.items()}
 
     async def look(self, bus: Bus, registry: Registry) -> None:
         """Set the gauges of queues, workers and arenas. A broker that is away leaves out its queues."""
@@ -183,29 +167,3 @@ class GatewayMetrics:
         for token, jobs in queue.jobs.items():
             self.queue_jobs.labels(stage, names.get(token, OTHER)).inc(jobs)
         self.queue_oldest.labels(stage).set(queue.oldest_s)
-
-
-class AccountCollector(Collector):
-    """The gateway's accounts as they are, so that metrics and audits say the same."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._account = Account()
-        registry.register(self)
-
-    def show(self, account: Account) -> None:
-        self._account = account
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        yield CounterMetricFamily(
-            "epd_gateway_received",
-            "Requests for an answer that came.",
-            value=self._account.received,
-        )
-        ended = CounterMetricFamily(
-            "epd_gateway_ended",
-            "Requests for an answer that ended: answered, failed, refused, or cancelled by their client.",
-            labels=["outcome"],
-        )
-        for outcome, count in self._account.ended.items():
-            ended.add_metric([outcome], count)
-        yield ended

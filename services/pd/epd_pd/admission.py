@@ -48,9 +48,16 @@ class Admission:
     """
 
     def __init__(self, max_incomplete: int) -> None:
-        self._free = max_incomplete
+        self._free = self._most = max_incomplete
         self._freed = Changes()
-        self.entered_early = 0
+        self.entered_early = self.entered_complete = 0
+        self.outside = 0
+        """Requests that wait for embeddings, or for a slot, before they enter."""
+
+    @property
+    def inside(self) -> int:
+        """Requests inside that still wait for embeddings."""
+        return self._most - self._free
 
     @contextlib.asynccontextmanager
     async def enter(self, arrivals: Arrivals, text_before: int) -> AsyncIterator[None]:
@@ -59,8 +66,13 @@ class Admission:
         Raises:
             BaseException: the failure of an item.
         """
-        await self._wait(arrivals, text_before)
+        self.outside += 1
+        try:
+            await self._wait(arrivals, text_before)
+        finally:
+            self.outside -= 1
         if arrivals.complete:
+            self.entered_complete += 1
             yield
             return
         self._free -= 1

@@ -33,6 +33,7 @@ from epd_common.urgency import engine_priority
 from epd_pd.admission import Admission, text_before_first_item
 from epd_pd.arrivals import Arrivals, ForecastError
 from epd_pd.frames import FrameWriter
+from epd_pd.metrics import PdMetrics
 from epd_pd.readiness import Readiness
 from epd_pd.resuming import Resuming, may_go_on, told_of
 from epd_pd.trail import Trail
@@ -80,6 +81,7 @@ class Answering:
         long_wait_s: See :func:`epd_common.urgency.engine_priority`.
         tells_kept: Whether others are told what the engine keeps of prompts.
         counters: ``resumed``, ``wrong_forecasts``.
+        metrics: Say how long what is ready takes to and through the engine.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Answering:
         long_wait_s: float,
         tells_kept: bool,
         counters: Counter[str],
+        metrics: PdMetrics,
     ) -> None:
         self._tells_kept = tells_kept
         self._engine = engine
@@ -106,6 +109,7 @@ class Answering:
         self._resuming = resuming
         self._long_wait_s = long_wait_s
         self._counters = counters
+        self._metrics = metrics
 
     @property
     def engine_alive(self) -> bool:
@@ -243,12 +247,13 @@ class Answering:
             if arrivals.failure is not None:
                 return
             await self._engine.wake()
+            self._metrics.told(arrivals)
             await arrivals.changes.since(seen)
 
     async def _stream(
         self, attempt: Attempt, body: dict[str, Any], arrivals: Arrivals, told: Told | None
     ) -> None:
-        job, writer = attempt.job, attempt.writer
+        job, writer, begun = attempt.job, attempt.writer, False
         writer.rewind()
         # The engine puts its own parts into the body; the next beginning needs it as it was.
         answer = self._engine.answer(
@@ -269,6 +274,9 @@ class Answering:
                 if isinstance(part, AnswerHead):
                     await writer.head(part.status, part.content_type)
                 else:
+                    if not begun:
+                        self._metrics.first_data(arrivals)
+                        begun = True
                     attempt.share.prefilled()
                     attempt.trail.answered()
                     await writer.data(part)

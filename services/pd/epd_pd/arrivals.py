@@ -62,6 +62,7 @@ class Arrivals:
         ]
         self._headers: list[EmbeddingHeader | None] = [None] * len(items)
         self._used: list[dict[str, Any]] | None = None
+        self._untold: list[ItemMarks] = []
 
     @property
     def sized(self) -> bool:
@@ -115,8 +116,14 @@ class Arrivals:
         if self._headers[index] is None and self._metadata[index] != metadata:
             self._note(index, metadata)
 
+    def untold(self) -> list[ItemMarks]:
+        """Those of the items that arrived since this was asked last."""
+        untold, self._untold = self._untold, []
+        return untold
+
     def arrive(self, index: int, header: EmbeddingHeader) -> None:
         """The embedding is pinned; its own metadata are the real ones."""
+        self._untold.append(self.marks[index])
         self._headers[index] = header
         self._note(index, header.metadata)
 

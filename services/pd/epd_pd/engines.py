@@ -29,6 +29,7 @@ def _vllm(settings: PdSettings, arena: Arena) -> PdEngine:
             revision=settings.revision,
             max_batch=settings.max_num_seqs,
             extra_arguments=settings.engine_args,
+            log_stats=settings.metrics_port > 0,
         ),
         arena=arena,
         max_items=settings.max_items,

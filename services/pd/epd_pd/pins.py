@@ -117,6 +117,7 @@ class Pins:
         if (header := await self._pin(key)) is not None:
             self._counters["arena_hits"] += 1
             self._sources[key] = self._arena.name
+            self._counters["arena_read_bytes"] += header.payload_bytes
             return header
         for store in remote:
             brought = await store.bring(key, self._arena, lambda header: self._fits(key, header))

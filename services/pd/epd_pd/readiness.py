@@ -25,6 +25,7 @@ from epd_common.orders import OrderContext, Orders, encode_job
 from epd_common.protocol import EmbeddingEvent, Item, ProtocolError, decode, subjects
 from epd_common.store import Claim, EmbeddingHeader, SizeTable
 from epd_common.tasks import end, whole
+from epd_common.telemetry.logs import log_about
 from epd_pd.arrivals import Arrivals
 from epd_pd.local_encode import LocalEncode
 from epd_pd.pins import Pins
@@ -51,7 +52,8 @@ class Readiness:
         recheck_s: Seconds between looks at the state while no event comes.
         store_patience_s: Seconds that an item is waited for while the store of states is away.
         max_item_rows: What the engine's encoder cache holds; an item with more is refused. 0: not known.
-        counters: ``redelivered``, ``lost``, ``reordered``, ``encoded_here``, ``gave_up``.
+        counters: ``redelivered``, ``lost``, ``reordered``, ``encoded_here``, ``gave_up``, and ``found_*``: in
+            which state items were found.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Readiness:
     ) -> None:
         """Wait for one item; its arrival or failure is noted in ``arrivals``."""
         item = arrivals.items[index]
+        log_about(key=item.key)  # a task of its own
         try:
             async with self._events(item.key) as events:
                 wait = Wait(item, context, events, arrivals.marks[index])
@@ -167,6 +170,8 @@ class Readiness:
         """Wait until one item is pinned, which is noted in ``taken``; meanwhile do what the policy says."""
         key = wait.item.key
         wait.look(await self._look(wait))
+        found = "unknown" if wait.away_since is not None else wait.claim.state
+        self._counters[f"found_{found}"] += 1
         first_look = True
         while True:
             if wait.claim.event is not None and wait.claim.state != "failed":

@@ -22,6 +22,7 @@ from epd_pd.cancels import Cancels
 from epd_pd.holdings import telling_what_is_held
 from epd_pd.jobs import GenerateHandler
 from epd_pd.local_encode import LocalEncode
+from epd_pd.metrics import PdMetrics
 from epd_pd.other_places import looking_into_other_places
 from epd_pd.pins import Pins
 from epd_pd.readiness import Readiness
@@ -72,6 +73,8 @@ class PdService:
             pins = Pins(parts.arena, parts.remote, info=info, counters=counters)
             parts.worker.shows("pins", pins.report)
             parts.worker.shows("frames", replays.report)
+            admission = Admission(settings.max_incomplete)
+            metrics = PdMetrics(parts.worker.metrics)
             answering = Answering(
                 engine=engine,
                 info=info,
@@ -91,11 +94,12 @@ class PdService:
                     counters=counters,
                     max_item_rows=info.max_item_rows,
                 ),
-                admission=Admission(settings.max_incomplete),
+                admission=admission,
                 resuming=resuming,
                 long_wait_s=settings.prefill_wait_s,
                 tells_kept=settings.kv_events,
                 counters=counters,
+                metrics=metrics,
             )
             if settings.kv_events:
                 await stack.enter_async_context(
@@ -131,6 +135,7 @@ class PdService:
                     counters=counters,
                 )
             )
+            metrics.show(counters, admission=admission, backlog=backlog, puller=generate)
             queues = [(generate, handler.handle, handler.exhausted)]
             if takes_encodes:
                 encodes = EncodeHandler(encoding, counters)

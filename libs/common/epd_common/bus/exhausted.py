@@ -25,6 +25,7 @@ from epd_common.bus.streams import ADVISORY_SUBJECTS, STREAMS, delete_message
 from epd_common.errors import EpdError, UpstreamError
 from epd_common.protocol import subjects
 from epd_common.protocol.control import DeadLetter
+from epd_common.protocol.names import names_in
 from epd_common.protocol.subjects import Stage
 from epd_common.tasks import end
 
@@ -110,8 +111,10 @@ class _Undertaker:
                 code="worker_lost",
                 stage=self._stage,
             )
-            logger.error("burying job %d of %s: %s", number, job.subject, error)
             data = job.data or b""
+            logger.error(
+                "burying job %d of %s: %s", number, job.subject, error, extra=names_in(data)
+            )
             await self._tell(data, error)
             await bury(
                 self._bus,

@@ -32,6 +32,7 @@ from epd_common.store import (
 )
 from epd_common.store.suspects import DEATHS_ALONE
 from epd_common.telemetry.traces import Tracer
+from epd_common.telemetry.worker_metrics import EncodeMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class Encoding:
     Args:
         remote: Stores besides the arena that get every embedding.
         locators: Where an embedding made here can be read from.
-        counters: ``encoded``, ``hits``, ``stale``, ``unwanted``.
+        counters: ``encoded``, ``embedding_bytes``, ``hits``, ``stale``, ``unwanted``.
+        metrics: Say how long each part takes.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Encoding:
         worker: str,
         tracer: Tracer,
         counters: Counter[str],
+        metrics: EncodeMetrics,
     ) -> None:
         self._tracer = tracer
         self._bus = bus
@@ -87,6 +90,7 @@ class Encoding:
         self._company = Company(lambda: engine.alive)
         self._worker = worker
         self._counters = counters
+        self._metrics = metrics
         self._locks: dict[str, asyncio.Lock] = {}
         self._users: Counter[str] = Counter()
 
@@ -233,6 +237,7 @@ class Encoding:
             if published is not None:
                 await self._copy_to_remote(published)
         took = (media_s, encode_s, clock.lap())
+        self._metrics.note(job.modality, *took)
         return self._event(job, staged.header, attempt, queued_s, took)
 
     async def _present(self, key: str) -> Embedding | None:

@@ -87,6 +87,8 @@ class Arena:
         self._worker = worker
         self.staging = root / "staging" / worker  # files there are written by ``room.whole_file``
         self.pins = root / "pins" / worker
+        self.evicted = 0
+        """Embeddings that went to keep the quota when this process published one."""
 
     def open(self) -> None:
         """Create the folders, and drop what dead workers of this node left."""
@@ -270,7 +272,7 @@ class Arena:
     def _publish(self, file: Path, header: EmbeddingHeader) -> None:
         target = self._path(header.key)
         with locked(self.root):
-            keep_quota(self.root, header.file_bytes, self.quota_bytes)
+            self.evicted += keep_quota(self.root, header.file_bytes, self.quota_bytes)
             os.rename(file, target)
 
     def _read_verified(self, key: str) -> Embedding | None:

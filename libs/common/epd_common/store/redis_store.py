@@ -40,7 +40,8 @@ class RedisEmbeddingStore:
 
     Args:
         ttl_s: Seconds that an embedding stays after its last use.
-        bound_bytes: Of all embeddings; see ``EmbeddingRoom``, as for ``counters``.
+        bound_bytes: Of all embeddings; see ``EmbeddingRoom``.
+        counters: ``redis_written``, ``redis_written_bytes``, and those of ``EmbeddingRoom``.
     """
 
     name = "redis"
@@ -56,13 +57,14 @@ class RedisEmbeddingStore:
         self._redis = redis
         self._reader = BulkReader(redis, most_bytes=CHUNK_BYTES)
         self._ttl_s = ttl_s
+        self._counters = Counter() if counters is None else counters
         self._room = EmbeddingRoom(
             redis,
             bound_bytes=bound_bytes,
             ttl_s=ttl_s,
             prefix=_PREFIX,
             chunk_bytes=CHUNK_BYTES,
-            counters=Counter() if counters is None else counters,
+            counters=self._counters,
         )
 
     async def aclose(self) -> None:
@@ -78,6 +80,8 @@ class RedisEmbeddingStore:
                 name = _chunk(key, start // CHUNK_BYTES)
                 await self._redis.set(name, payload[start : start + CHUNK_BYTES], ex=self._ttl_s)
             await self._redis.set(_head(key), pack_header(embedding.header), ex=self._ttl_s)
+        self._counters["redis_written"] += 1
+        self._counters["redis_written_bytes"] += payload.nbytes
         if not await self._room.touch(key):  # others took its room while it was written
             await self._room.make(key, payload.nbytes)
 

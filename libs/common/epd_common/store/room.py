@@ -93,8 +93,9 @@ def quota_that_fits(root: Path, quota_bytes: int) -> int:
     return fits_bytes
 
 
-def keep_quota(root: Path, needed_bytes: int, quota_bytes: int) -> None:
-    """Evict unpinned embeddings, least recently used first, until ``needed_bytes`` fit. Under the lock.
+def keep_quota(root: Path, needed_bytes: int, quota_bytes: int) -> int:
+    """Evict unpinned embeddings, least recently used first, until ``needed_bytes`` fit; how many that were.
+    Under the lock.
 
     Raises:
         ArenaFullError: too much of the quota is pinned now.
@@ -112,11 +113,12 @@ def keep_quota(root: Path, needed_bytes: int, quota_bytes: int) -> None:
             f"the arena holds {pinned_bytes} pinned bytes of {quota_bytes}; "
             f"{needed_bytes} more do not fit; raise EPD_ARENA_BYTES",
         )
-    for each in free:
+    for evicted, each in enumerate(free):
         if used_bytes + needed_bytes <= quota_bytes:
-            return
+            return evicted
         each.evict()
         used_bytes -= each.size_bytes
+    return len(free)
 
 
 @contextlib.contextmanager

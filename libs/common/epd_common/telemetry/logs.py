@@ -1,4 +1,8 @@
-"""Structured logs: one line a record, with request id and key as fields of their own."""
+"""Structured logs: one line a record, with request id and key as fields of their own.
+
+What a task works on is said once, by :func:`log_about`; all that is logged in it, and in the tasks and
+threads that it starts, has those fields, so that no line about a job is without them.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,23 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
+_ABOUT: ContextVar[Mapping[str, str]] = ContextVar("about", default={})  # noqa: B039 - never changed
+
+
+def log_about(**fields: str) -> None:
+    """From now on what this task logs is about these, and what it was about before."""
+    _ABOUT.set({**_ABOUT.get(), **fields})
+
 
 def _extras(record: logging.LogRecord) -> dict[str, Any]:
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    own = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    return {**_ABOUT.get(), **own}  # where it is formatted is where it was logged
 
 
 class _JsonFormatter(logging.Formatter):

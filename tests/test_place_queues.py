@@ -159,7 +159,7 @@ async def test_what_a_full_owner_cannot_take_goes_to_another(bus: Bus, model: st
             for number in range(3):
                 await put(bus, model, "own", f"{number}")
             took_s = await eventually(lambda: len(owns) + len(others) == 4, "all are taken")
-    assert took_s < 1.5
+    assert took_s < SOON_S
     assert len(owns) == 1 and other.taken_from_others == len(others) == 3
 
 

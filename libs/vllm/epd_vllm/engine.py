@@ -19,6 +19,9 @@ from epd_vllm.model import describe
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+TRACES = "--otlp-traces-endpoint"
+"""vLLM's option to send spans of its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -83,7 +86,8 @@ class VllmEngine:
             "--mm-processor-cache-gb": "0",
             **role,
         }
-        if not given.log_stats:
+        # vLLM's own spans are made of its statistics: it dies of a request with a trace where it keeps none.
+        if not given.log_stats and TRACES not in given.extra_arguments:
             options["--disable-log-stats"] = None
         if given.revision:
             options["--revision"] = given.revision

@@ -1,0 +1,139 @@
+// A receipt as rows of bars: what ran when, in seconds since the request's arrival. Nothing here draws.
+
+// In the order of a legend. `pinned` is a thin line, as nothing is done in it.
+export const STAGES = {
+  service: "taken in, prepared",
+  queue: "queued",
+  fetch: "media fetched",
+  encode: "encoded",
+  store: "stored, announced",
+  transfer: "transferred",
+  pinned: "pinned",
+  wait: "waits for images",
+  prefill: "prefill",
+  decode: "decode",
+};
+
+export const ORIGINS = {
+  encoded: "encoded for this request",
+  shared: "encoded once, for this request and others",
+  reused: "reused from a store",
+};
+
+// {endS, firstS, rows: [{title, note, bars: [{stage, from, to, text}], found}]}
+//
+// `found` is when an item was found ready. What has no end yet goes on to nowS, the age of an open request.
+export function timelineOf(receipt, nowS = 0) {
+  const pd = receipt.pd ?? {};
+  const items = receipt.items ?? [];
+  const times = [receipt.ingested_s, receipt.published_s, receipt.first_s, pd.ended_s, pd.first_s];
+  for (const item of items) times.push(item.ready_s, item.pinned_s);
+  const known = Math.max(0.001, ...times.filter((time) => typeof time === "number"));
+  const endS = receipt.ended_s ?? Math.max(known, receipt.state === "open" ? nowS : 0);
+  const rows = [{ title: "Gateway", note: receipt.gateway ?? "", bars: gatewayBars(receipt, endS), found: null }];
+  items.forEach((item, index) => {
+    rows.push({
+      title: `${titleOf(item.modality)} ${index + 1}`,
+      note: itemNote(item),
+      bars: itemBars(item, receipt, endS),
+      found: item.origin === "reused" ? item.ready_s : null,
+    });
+  });
+  if (receipt.pd || receipt.published_s !== null) {
+    rows.push({ title: "PD worker", note: pd.worker ?? "not taken yet", bars: pdBars(receipt, endS), found: null });
+  }
+  return { endS, firstS: receipt.first_s, rows };
+}
+
+const titleOf = (modality) => (modality ? modality[0].toUpperCase() + modality.slice(1) : "Item");
+
+function itemNote(item) {
+  const size = item.width && item.height ? `${item.width}×${item.height}` : "";
+  const how = item.rescue === "local" ? "encoded by PD" : (item.origin ?? "");
+  return [size, how].filter(Boolean).join(", ");
+}
+
+// Bars one after another; each {stage, to, text}. A time that is not known ends the row at endS.
+function chain(from, steps, endS) {
+  const bars = [];
+  let begin = from;
+  for (const { stage, to, text } of steps) {
+    if (begin === null || begin === undefined) break;
+    const end = to ?? endS;
+    if (end > begin) bars.push({ stage, from: Math.max(0, begin), to: end, text: text ?? STAGES[stage] });
+    if (to === null || to === undefined) break;
+    begin = to;
+  }
+  return bars;
+}
+
+function gatewayBars(receipt, endS) {
+  return chain(
+    0,
+    [
+      { stage: "service", to: receipt.ingested_s, text: "taken in" },
+      { stage: "service", to: receipt.ingested_s === null ? null : receipt.published_s, text: "published" },
+    ],
+    endS,
+  );
+}
+
+function itemBars(item, receipt, endS) {
+  const until = receipt.pd?.ended_s ?? endS;
+  const ready = item.ready_s;
+  const bars = ready === null || ready === undefined ? [] : encodeBars(item, receipt, ready);
+  if (!bars.length && item.origin !== "reused" && (ready === null || ready === undefined)) {
+    return chain(receipt.published_s, [{ stage: "queue", to: endS, text: "not ready" }], endS);
+  }
+  const pinned = item.pinned_s;
+  if (ready !== null && pinned !== null && pinned !== undefined) {
+    bars.push(...chain(ready, [{ stage: "transfer", to: pinned }, { stage: "pinned", to: until }], endS));
+  }
+  return bars;
+}
+
+// The durations lie one after another and end when the item is ready.
+function encodeBars(item, receipt, ready) {
+  const steps = [
+    ["queue", item.queued_s],
+    ["fetch", item.media_s],
+    ["encode", item.encode_s],
+    ["store", item.publish_s],
+  ].filter(([, took]) => typeof took === "number");
+  if (!steps.length) {
+    if (item.origin === "reused") return [];
+    return chain(receipt.published_s, [{ stage: "queue", to: ready, text: "another request's encode" }], ready);
+  }
+  let at = ready - steps.reduce((sum, [, took]) => sum + took, 0);
+  const bars = [];
+  for (const [stage, took] of steps) {
+    // The encode of a shared item may have begun before this request came.
+    const from = Math.max(0, at);
+    at += took;
+    if (at > from) bars.push({ stage, from, to: at, text: STAGES[stage] });
+  }
+  return bars;
+}
+
+function pdBars(receipt, endS) {
+  const pd = receipt.pd;
+  if (!pd) return chain(receipt.published_s, [{ stage: "queue", to: null }], endS);
+  return chain(
+    receipt.published_s,
+    [
+      { stage: "queue", to: pd.pulled_s },
+      { stage: "service", to: pd.prepared_s, text: "prepared" },
+      { stage: "wait", to: pd.entered_s },
+      { stage: "prefill", to: pd.first_s },
+      { stage: "decode", to: pd.ended_s },
+    ],
+    endS,
+  );
+}
+
+// A request in one line, for lists: the PD worker's stages, as the pictures' lie within its waiting.
+export function summaryBars(receipt, nowS = 0) {
+  const { endS, rows } = timelineOf(receipt, nowS);
+  const pd = rows.find(({ title }) => title === "PD worker");
+  return { endS, bars: [...rows[0].bars, ...(pd?.bars ?? [])] };
+}

@@ -161,10 +161,11 @@ export class Playground {
   }
 
   busy(yes) {
+    const [askButton, stopButton] = [byId("ask-button"), byId("stop-button")];
     byId("answer").setAttribute("aria-busy", String(yes)); // read out once it is whole
-    byId("ask-button").setAttribute("aria-disabled", String(yes));
-    byId("stop-button").disabled = !yes;
-    if (!yes && document.activeElement === document.body) byId("ask-button").focus();
+    askButton.setAttribute("aria-disabled", String(yes)); // not `disabled`: it keeps its focus
+    if (!yes && document.activeElement === stopButton) askButton.focus();
+    stopButton.disabled = !yes;
   }
 
   note(text) {
@@ -192,7 +193,6 @@ export class Playground {
       el("div", { class: "panel-head" }, el("h3", {}, "Where the time went"), more),
       waterfall(receipt),
     );
-    show(byId("answer-part"), true);
   }
 
   async copy(kind) {

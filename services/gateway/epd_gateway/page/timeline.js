@@ -14,6 +14,8 @@ export const STAGES = {
   decode: "decode",
 };
 
+const known = (time) => typeof time === "number";
+
 export const ORIGINS = {
   encoded: "encoded for this request",
   shared: "encoded once, for this request and others",
@@ -28,8 +30,8 @@ export function timelineOf(receipt, nowS = 0) {
   const items = receipt.items ?? [];
   const times = [receipt.ingested_s, receipt.published_s, receipt.first_s, pd.ended_s, pd.first_s];
   for (const item of items) times.push(item.ready_s, item.pinned_s);
-  const known = Math.max(0.001, ...times.filter((time) => typeof time === "number"));
-  const endS = receipt.ended_s ?? Math.max(known, receipt.state === "open" ? nowS : 0);
+  const last = Math.max(0.001, ...times.filter(known));
+  const endS = receipt.ended_s ?? Math.max(last, receipt.state === "open" ? nowS : 0);
   const rows = [{ title: "Gateway", note: receipt.gateway ?? "", bars: gatewayBars(receipt, endS), found: null }];
   items.forEach((item, index) => {
     rows.push({
@@ -39,7 +41,7 @@ export function timelineOf(receipt, nowS = 0) {
       found: item.origin === "reused" ? item.ready_s : null,
     });
   });
-  if (receipt.pd || receipt.published_s !== null) {
+  if (receipt.pd || known(receipt.published_s)) {
     rows.push({ title: "PD worker", note: pd.worker ?? "not taken yet", bars: pdBars(receipt, endS), found: null });
   }
   return { endS, firstS: receipt.first_s, rows };
@@ -53,43 +55,36 @@ function itemNote(item) {
   return [size, how].filter(Boolean).join(", ");
 }
 
-// Bars one after another; each {stage, to, text}. A time that is not known ends the row at endS.
+// Bars one after another, from a beginning; each {stage, to, text}. A step whose end nobody knows is a part of
+// the next one; the last of them goes on to endS.
 function chain(from, steps, endS) {
   const bars = [];
+  if (!known(from)) return bars;
   let begin = from;
-  for (const { stage, to, text } of steps) {
-    if (begin === null || begin === undefined) break;
-    const end = to ?? endS;
-    if (end > begin) bars.push({ stage, from: Math.max(0, begin), to: end, text: text ?? STAGES[stage] });
-    if (to === null || to === undefined) break;
-    begin = to;
+  for (const [at, { stage, to, text = STAGES[stage] }] of steps.entries()) {
+    const open = !known(to);
+    if (open && steps.slice(at + 1).some((later) => known(later.to))) continue;
+    const end = open ? endS : to;
+    if (end > begin) bars.push({ stage, from: Math.max(0, begin), to: end, text });
+    if (open) break;
+    begin = end;
   }
   return bars;
 }
 
 function gatewayBars(receipt, endS) {
-  return chain(
-    0,
-    [
-      { stage: "service", to: receipt.ingested_s, text: "taken in" },
-      { stage: "service", to: receipt.ingested_s === null ? null : receipt.published_s, text: "published" },
-    ],
-    endS,
-  );
+  const taken = { stage: "service", to: receipt.ingested_s, text: "taken in" };
+  const steps = known(receipt.ingested_s) ? [{ stage: "service", to: receipt.published_s, text: "published" }] : [];
+  return chain(0, [taken, ...steps], endS);
 }
 
 function itemBars(item, receipt, endS) {
+  const { ready_s: ready, pinned_s: pinned } = item;
+  if (!known(ready)) return chain(receipt.published_s, [{ stage: "queue", to: endS, text: "not ready" }], endS);
+  const bars = encodeBars(item, receipt, ready);
+  if (!known(pinned)) return bars;
   const until = receipt.pd?.ended_s ?? endS;
-  const ready = item.ready_s;
-  const bars = ready === null || ready === undefined ? [] : encodeBars(item, receipt, ready);
-  if (!bars.length && item.origin !== "reused" && (ready === null || ready === undefined)) {
-    return chain(receipt.published_s, [{ stage: "queue", to: endS, text: "not ready" }], endS);
-  }
-  const pinned = item.pinned_s;
-  if (ready !== null && pinned !== null && pinned !== undefined) {
-    bars.push(...chain(ready, [{ stage: "transfer", to: pinned }, { stage: "pinned", to: until }], endS));
-  }
-  return bars;
+  return [...bars, ...chain(ready, [{ stage: "transfer", to: pinned }, { stage: "pinned", to: until }], endS)];
 }
 
 // The durations lie one after another and end when the item is ready.
@@ -99,7 +94,7 @@ function encodeBars(item, receipt, ready) {
     ["fetch", item.media_s],
     ["encode", item.encode_s],
     ["store", item.publish_s],
-  ].filter(([, took]) => typeof took === "number");
+  ].filter(([, took]) => known(took));
   if (!steps.length) {
     if (item.origin === "reused") return [];
     return chain(receipt.published_s, [{ stage: "queue", to: ready, text: "another request's encode" }], ready);
@@ -117,7 +112,7 @@ function encodeBars(item, receipt, ready) {
 
 function pdBars(receipt, endS) {
   const pd = receipt.pd;
-  if (!pd) return chain(receipt.published_s, [{ stage: "queue", to: null }], endS);
+  if (!pd) return chain(receipt.published_s, [{ stage: "queue", to: endS }], endS);
   return chain(
     receipt.published_s,
     [

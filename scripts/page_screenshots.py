@@ -93,7 +93,7 @@ async def ask(page: Page, pictures: list[Image.Image]) -> None:
     await expect(receipt).to_be_visible(timeout=60_000)
     await receipt.click()
     await expect(page.locator("#detail .facts")).to_be_visible()
-    await page.evaluate("document.activeElement.blur()")
+    await page.evaluate("document.activeElement.blur(), scrollTo(0, 0)")
     await page.wait_for_timeout(2500)  # a few points in the queues' lines
 
 

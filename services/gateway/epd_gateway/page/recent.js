@@ -44,9 +44,10 @@ function update(row, receipt, nowUnixS, selected) {
   say(state.firstChild, failed ? `${receipt.state} ${receipt.status}` : receipt.state);
   state.firstChild.dataset.state = receipt.state;
   const items = receipt.items ?? [];
-  const spared = items.filter(({ origin }) => origin && origin !== "encoded").length;
+  const of = (origin) => items.filter((item) => item.origin === origin).length;
+  const spared = ["reused", "shared"].filter(of).map((origin) => `${of(origin)} ${origin}`);
   say(images.firstChild, String(items.length));
-  say(images.lastChild, spared ? `${spared} reused` : "");
+  say(images.lastChild, spared.join(", "));
   say(first, duration(receipt.first_s));
   say(total, receipt.ended_s === null ? "–" : duration(receipt.ended_s));
   drawSummary(stages.firstChild, receipt, nowS);

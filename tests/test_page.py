@@ -149,6 +149,12 @@ async def ask(page: Page, stack: ServiceStack, question: str, *files: Any) -> No
     await page.get_by_role("button", name="Ask").click()
 
 
+async def choose_unknown(page: Page, name: str) -> None:
+    """As if the model that is chosen had gone since."""
+    model = page.get_by_label("Model")
+    await model.evaluate("(chooser, name) => (chooser.selectedOptions[0].value = name)", name)
+
+
 def answer_of(page: Page) -> Locator:
     return page.locator("#answer")
 
@@ -238,12 +244,11 @@ async def test_pictures_are_dropped_pasted_and_removed(sim: SimStack, sim_page: 
         target.dispatchEvent(made);
     }"""
     await page.locator("#drop").evaluate(give, ["drop", ["a.png", "notes.txt"], list(data)])
+    refused = page.locator("#pictures-refused")
+    await expect(refused).to_have_text("No picture, so left out: notes.txt")
     await page.locator("#question").evaluate(give, ["paste", ["b.png"], list(data)])
     names = page.locator(".pictures .name")
     await expect(names).to_have_text(["a.png", "b.png"])
-    await expect(page.locator("#pictures-refused")).to_have_text(
-        "No picture, so left out: notes.txt"
-    )
     await page.get_by_role("button", name="Remove: b.png").press("Enter")
     await expect(names).to_have_text(["a.png"])
     await expect(page.get_by_role("button", name="Remove: a.png")).to_be_focused()
@@ -306,8 +311,8 @@ async def expect_failure(page: Page, *texts: str) -> None:
 
 async def test_a_model_that_is_not_there(echo: ServiceStack, echo_page: Seen) -> None:
     page = echo_page.page
-    await expect(page.get_by_label("Model")).to_have_value(echo.model)
-    await page.locator("#model option").evaluate("option => (option.value = 'gone')")
+    await page.get_by_label("Model").select_option(echo.model)
+    await choose_unknown(page, "gone")
     await page.get_by_label("Question").fill("x")
     await page.get_by_role("button", name="Ask").click()
     await expect_failure(page, "404 model_not_found", "gone", "Choose another model")
@@ -388,7 +393,7 @@ async def test_markup_from_outside_stays_text(echo: ServiceStack, echo_page: See
     await expect_answer(page, answer_text(HOSTILE, data))
     assert await page.locator("#answer *").count() == 0
     await expect(page.locator(".pictures .name")).to_contain_text("<img src=x onerror=")
-    await page.locator("#model option").evaluate("(option, text) => (option.value = text)", HOSTILE)
+    await choose_unknown(page, HOSTILE)
     await page.get_by_role("button", name="Ask").click()
     await expect_failure(page, "404 model_not_found", "<img src=x onerror=")
     await expect(page.locator("#requests tr").first).to_contain_text("refused")
@@ -424,10 +429,8 @@ async def test_an_open_request_is_seen(echo: ServiceStack, echo_page: Seen) -> N
             "1 of"
         )
         await row.click()
-        drawn = rows(page.locator("#detail")).last.locator(
-            "[data-stage=prefill], [data-stage=decode]"
-        )
-        await expect(drawn.first).to_be_visible()
+        drawn = rows(page.locator("#detail")).last.locator("[data-stage=unknown]")
+        await expect(drawn).to_be_visible()
     finally:
         engine.gate.set()
     await asking
@@ -513,11 +516,11 @@ async def test_what_is_copied_gives_the_same_answer(
             await output([sys.executable, "-W", "error", "-c", python], tmp_path)
         ).strip() == answer
 
-        words = shlex.split(await copied(page, "NATS"))
-        assert words[:2] == ["epd", "submit"]
-        brokers = ("--nats", nats_url, "--redis", redis_url)
-        command = [sys.executable, "-m", "epd_cli", *words[1:], *brokers]
-        assert (await output(command, tmp_path)).strip() == answer
+        nats = await copied(page, "NATS")
+        assert nats.startswith("epd submit ")
+        words = [sys.executable, "-m", "epd_cli"], ["--nats", nats_url, "--redis", redis_url]
+        program = f'epd() {{ {shlex.join(words[0])} "$@" {shlex.join(words[1])}; }}\n{nats}'
+        assert (await output(["sh", "-eu", "-c", program], tmp_path)).strip() == answer
 
 
 async def copied(page: Page, kind: str) -> str:
@@ -565,7 +568,7 @@ async def test_it_fits_and_is_accessible(browser: Browser, sim: SimStack, scheme
             await page.get_by_role("button", name="Copy as curl").click()
             await page.locator("#own-waterfall").get_by_role("button", name="Receipt").click()
             await page.locator("#detail summary").click()
-            await page.locator("#model option").evaluate("option => (option.value = 'gone')")
+            await choose_unknown(page, "gone")
             await page.get_by_role("button", name="Ask").click()
             await expect(page.locator("#failure .notice")).to_be_visible()
             assert await sideways(page) <= 0

@@ -17,13 +17,16 @@ let liveSince = 0; // performance.now() of the last look
 let selected = "";
 let shown = ""; // what of the selected request is on the page
 let view = {};
+let looks = 0;
+
+const MODELS_EACH = 10; // looks, where no worker tells that there is another model
 
 // -- the live view ----------------------------------------------------------------------------------
 
 const poll = new Poll({ seen, failed });
 
 function seen(found) {
-  const served = (state) => JSON.stringify(state?.workers.map(({ role, model, state: is }) => [role, model, is]));
+  const served = (state) => JSON.stringify(state?.workers?.map(({ role, model, state: is }) => [role, model, is]));
   const others = served(live) !== served(found);
   live = found;
   liveSince = performance.now();
@@ -32,7 +35,9 @@ function seen(found) {
   showSystem(live);
   showList();
   showSelected();
-  if (others || !playground.models?.length) playground.loadModels();
+  looks += 1;
+  const due = !live.workers && looks % MODELS_EACH === 0;
+  if (others || due || !playground.models?.length) playground.loadModels();
 }
 
 function failed(error) {
@@ -94,7 +99,7 @@ async function select(id, { focus = true } = {}) {
 // From the live view, which has the most recent ones; says whether it was there.
 function showSelected() {
   const found = live?.requests.find(({ request_id: id }) => id === selected);
-  if (found) draw(found, live.time - found.arrived);
+  if (found) draw({ gateway: live.gateway, ...found }, live.time - found.arrived);
   return Boolean(found);
 }
 

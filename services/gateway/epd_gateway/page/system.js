@@ -9,10 +9,13 @@ const QUEUES = { encode: "Encode queue", generate: "Generate queue" };
 
 const depths = new Map(); // stage -> the last looks' numbers of jobs
 
-export function showSystem({ workers, queues, stores }) {
+// Where several tenants share the system, its load is nobody's business, and the gateway leaves all this out.
+export function showSystem({ workers = [], queues = [], stores = [], workers: told }) {
   const sorted = [...workers].sort((a, b) => ROLES.indexOf(a.role) - ROLES.indexOf(b.role) || order(a.worker, b.worker));
   reconcile(byId("workers"), sorted, (worker) => `${worker.role} ${worker.worker}`, makeWorker, updateWorker);
-  show(byId("no-workers"), !workers.length);
+  show(byId("workers").closest("table"), workers.length > 0);
+  show(byId("no-workers"), told !== undefined && !workers.length);
+  show(byId("not-told"), told === undefined);
   for (const { stage, jobs } of queues) {
     const looks = depths.get(stage) ?? [];
     depths.set(stage, [...looks, jobs].slice(-HISTORY));

@@ -12,6 +12,7 @@ export const STAGES = {
   wait: "waits for images",
   prefill: "prefill",
   decode: "decode",
+  unknown: "under way", // what the gateway learns at the end only
 };
 
 const known = (time) => typeof time === "number";
@@ -42,7 +43,7 @@ export function timelineOf(receipt, nowS = 0) {
     });
   });
   if (receipt.pd || known(receipt.published_s)) {
-    rows.push({ title: "PD worker", note: pd.worker ?? "not taken yet", bars: pdBars(receipt, endS), found: null });
+    rows.push({ title: "PD worker", note: pd.worker ?? "", bars: pdBars(receipt, endS), found: null });
   }
   return { endS, firstS: receipt.first_s, rows };
 }
@@ -80,7 +81,10 @@ function gatewayBars(receipt, endS) {
 
 function itemBars(item, receipt, endS) {
   const { ready_s: ready, pinned_s: pinned } = item;
-  if (!known(ready)) return chain(receipt.published_s, [{ stage: "queue", to: endS, text: "not ready" }], endS);
+  if (!known(ready)) {
+    const text = receipt.state === "open" ? STAGES.unknown : "not known to be ready";
+    return chain(receipt.published_s, [{ stage: "unknown", to: endS, text }], endS);
+  }
   const bars = encodeBars(item, receipt, ready);
   if (!known(pinned)) return bars;
   const until = receipt.pd?.ended_s ?? endS;
@@ -112,7 +116,11 @@ function encodeBars(item, receipt, ready) {
 
 function pdBars(receipt, endS) {
   const pd = receipt.pd;
-  if (!pd) return chain(receipt.published_s, [{ stage: "queue", to: endS }], endS);
+  if (!pd) {
+    // Its receipt comes with the end of the answer.
+    const steps = [{ stage: "unknown", to: receipt.first_s }, { stage: "decode", to: endS }];
+    return chain(receipt.published_s, known(receipt.first_s) ? steps : [{ stage: "unknown", to: endS }], endS);
+  }
   return chain(
     receipt.published_s,
     [

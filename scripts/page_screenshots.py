@@ -29,6 +29,9 @@ from models import shapes  # noqa: E402 - not part of the distribution
 SIZES = {"desktop": {"width": 1280, "height": 900}, "phone": {"width": 390, "height": 844}}
 SCHEMES = ("light", "dark")
 QUESTION = "Describe image #2."
+PHONE_PARTS = {"light": "#ask", "dark": "#detail"}
+"""On a phone all parts stand below each other, so a picture shows one of them."""
+
 OTHERS = 12
 """Requests beside, so that there is something to see."""
 
@@ -58,13 +61,20 @@ async def ask_others(url: str, rng: random.Random, known: list[Image.Image]) -> 
             ]
             parts.append({"type": "text", "text": f"Describe image #{max(1, len(pictures))}."})
             name = "another" if number == 5 else model
-            body = {"model": name, "messages": [{"role": "user", "content": parts}]}
-            await http.post("/v1/chat/completions", json={**body, "max_tokens": 24})
+            messages = [{"role": "user", "content": parts}]
+            body = {
+                "model": name,
+                "messages": messages,
+                "max_tokens": 24,
+                "stream": number % 2 == 0,
+            }
+            await http.post("/v1/chat/completions", json=body)
 
         await asyncio.gather(*map(one, range(OTHERS)))
 
 
-async def take(browser: Browser, url: str, folder: Path, pictures: list[Image.Image]) -> None:
+async def take(browser: Browser, url: str, folder: Path, known: Image.Image) -> None:
+    rng = random.Random()
     for size, viewport in SIZES.items():
         for scheme in SCHEMES:
             scale = 2 if size == "phone" else 1
@@ -73,11 +83,22 @@ async def take(browser: Browser, url: str, folder: Path, pictures: list[Image.Im
             )
             page = await context.new_page()
             await page.goto(f"{url}/ui")
-            await ask(page, pictures)
+            await ask(page, [known, drawn(rng), drawn(rng)])
             path = folder / f"page-{size}-{scheme}.png"
-            await page.screenshot(path=path, full_page=True)
+            clip = await part_of(page, PHONE_PARTS[scheme]) if size == "phone" else None
+            await page.screenshot(path=path, full_page=True, clip=clip)
+            Image.open(path).quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
             print(path, f"{path.stat().st_size / 1000:.0f} KB")
             await context.close()
+
+
+async def part_of(page: Page, selector: str) -> Any:
+    """The full width of a part of the page, with the header if it is the first one."""
+    box = await page.locator(selector).bounding_box()
+    assert box is not None
+    top = 0 if selector == "#ask" else box["y"] - 8
+    width = SIZES["phone"]["width"]
+    return {"x": 0, "y": top, "width": width, "height": box["y"] + box["height"] + 8 - top}
 
 
 async def ask(page: Page, pictures: list[Image.Image]) -> None:
@@ -98,12 +119,19 @@ async def ask(page: Page, pictures: list[Image.Image]) -> None:
 
 
 async def run(program: str, url: str, folder: Path) -> None:
-    rng = random.Random(7)
-    pictures = [drawn(rng) for _ in range(3)]
-    await ask_others(url, rng, pictures[:1])
+    rng = random.Random()
+    known = drawn(random.Random(7))
+    await ask_others(url, rng, [known])
+
+    async def go_on() -> None:
+        while True:
+            await ask_others(url, rng, [known])
+
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=program)
-        await take(browser, url, folder, pictures)
+        load = asyncio.create_task(go_on())
+        await take(browser, url, folder, known)
+        load.cancel()
         await browser.close()
 
 

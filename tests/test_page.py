@@ -385,6 +385,27 @@ async def test_keys_are_asked_for_and_stay_in_the_tab(
             await expect(other.get_by_label("API key")).to_have_value("")
 
 
+async def test_of_several_tenants_none_sees_the_system(
+    browser: Browser, nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    lines = [ApiKey(hash=hash_key(f"{KEY}-{name}".encode()), tenant=name).line() for name in "ab"]
+    async with bare_stack(nats_url, redis_url, tmp_path) as stack:
+        await stack.add_pd()
+        await stack.add_gateway(api_keys=";".join(lines))
+        stack.http.headers["authorization"] = f"Bearer {KEY}-b"
+        await stack.ready()
+        await stack.ask("of b")
+        async with opened(browser, stack) as seen:
+            page = seen.page
+            await page.get_by_label("API key").fill(f"{KEY}-a")
+            await page.get_by_label("API key").press("Enter")
+            await expect(page.locator("#system")).to_contain_text("Several tenants share")
+            await expect(page.locator("#workers tr, #tiles li")).to_have_count(0)
+            await ask(page, stack, "of a")
+            await expect_answer(page, "of a")
+            await expect(page.locator("#requests tr")).to_have_count(1)
+
+
 async def test_markup_from_outside_stays_text(echo: ServiceStack, echo_page: Seen) -> None:
     """In an answer, in the name of a file, in an error."""
     page = echo_page.page
@@ -484,6 +505,83 @@ async def test_a_gateway_that_goes_and_comes_back(
             await expect(page.locator("#notice")).to_be_empty()
             await ask(page, stack, "after")
             await expect_answer(page, "after")
+
+
+# -- timelines ------------------------------------------------------------------------------------
+
+
+def receipt(*items: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """A receipt of a request that was answered, but for what is given."""
+    pd = {"worker": "pd-1", "node": "n", "attempt": 1, "pulled_s": 0.3, "prepared_s": 0.4}
+    pd |= {"entered_s": 0.6, "first_s": 0.8, "ended_s": 0.9}
+    times = {"ingested_s": 0.1, "published_s": 0.2, "first_s": 0.85, "ended_s": 1.0}
+    return {"state": "answered", "error": None, "items": list(items), "pd": pd, **times, **fields}
+
+
+def item(**fields: Any) -> dict[str, Any]:
+    durations = {"queued_s": 0.05, "media_s": 0.05, "encode_s": 0.1, "publish_s": 0.05}
+    rest = {
+        "modality": "image",
+        "origin": "encoded",
+        "rescue": "",
+        "ready_s": 0.5,
+        "pinned_s": 0.55,
+    }
+    return {**durations, **rest, **fields}
+
+
+NO_DURATIONS = dict.fromkeys(("queued_s", "media_s", "encode_s", "publish_s"))
+NOT_READY = {**NO_DURATIONS, "ready_s": None, "pinned_s": None}
+WHOLE = ["service 0 0.1", "service 0.1 0.2"]
+OF_PD = ["queue 0.2 0.3", "service 0.3 0.4", "wait 0.4 0.6", "prefill 0.6 0.8", "decode 0.8 0.9"]
+HELD = ["transfer 0.5 0.55", "pinned 0.55 0.9"]
+ENCODED = ["queue 0.25 0.3", "fetch 0.3 0.35", "encode 0.35 0.45", "store 0.45 0.5", *HELD]
+
+
+@pytest.mark.parametrize(
+    ("given", "rows"),
+    [
+        (receipt(), [WHOLE, OF_PD]),
+        (receipt(item()), [WHOLE, ["queue 0.2 0.25", *ENCODED], OF_PD]),
+        (receipt(item(rescue="ordered")), [WHOLE, ["unknown 0.2 0.25", *ENCODED], OF_PD]),
+        (receipt(item(origin="shared")), [WHOLE, ENCODED, OF_PD]),
+        (  # its encode began before the request came
+            receipt(item(origin="shared", encode_s=0.6)),
+            [WHOLE, ["encode 0 0.45", "store 0.45 0.5", *HELD], OF_PD],
+        ),
+        (receipt(item(origin="shared", **NO_DURATIONS)), [WHOLE, ["queue 0.2 0.5", *HELD], OF_PD]),
+        (receipt(item(origin="reused", **NO_DURATIONS)), [WHOLE, ["found 0.5", *HELD], OF_PD]),
+        (
+            receipt(item(**NOT_READY), state="open", pd=None, first_s=None, ended_s=None),
+            [WHOLE, ["unknown 0.2 2"], ["unknown 0.2 2"]],
+        ),
+        (
+            receipt(state="open", pd=None, ended_s=None),
+            [WHOLE, ["unknown 0.2 0.85", "decode 0.85 2"]],
+        ),
+        (
+            receipt(state="refused", pd=None, published_s=None, first_s=None),
+            [["service 0 0.1", "service 0.1 1"]],
+        ),
+        (
+            receipt(state="refused", pd=None, ingested_s=None, published_s=None, first_s=None),
+            [["service 0 1"]],
+        ),
+        (
+            receipt(pd={"worker": "w", "pulled_s": 0.3, "prepared_s": None, "entered_s": None}),
+            [WHOLE, ["queue 0.2 0.3", "service 0.3 1"]],
+        ),
+    ],
+)
+async def test_a_receipt_becomes_rows(sim_page: Seen, given: Any, rows: list[list[str]]) -> None:
+    read = "receipt => import('/ui/timeline.js').then(module => module.timelineOf(receipt, 2))"
+    timeline = await sim_page.page.evaluate(read, given)
+    drawn = []
+    for row in timeline["rows"]:
+        bars = [f"{bar['stage']} {bar['from']:.3g} {bar['to']:.3g}" for bar in row["bars"]]
+        found = [] if row["found"] is None else [f"found {row['found']:g}"]
+        drawn.append(found + bars)
+    assert drawn == rows
 
 
 # -- the same request from elsewhere ----------------------------------------------------------------

@@ -104,7 +104,10 @@ function encodeBars(item, receipt, ready) {
     return chain(receipt.published_s, [{ stage: "queue", to: ready, text: "another request's encode" }], ready);
   }
   let at = ready - steps.reduce((sum, [, took]) => sum + took, 0);
-  const bars = [];
+  const before = item.rescue
+    ? { stage: "unknown", to: at, text: "before its rescue" }
+    : { stage: "queue", to: at, text: "queued for an encoder" };
+  const bars = item.origin === "encoded" ? chain(receipt.published_s, [before], at) : [];
   for (const [stage, took] of steps) {
     // The encode of a shared item may have begun before this request came.
     const from = Math.max(0, at);

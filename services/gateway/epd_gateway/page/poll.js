@@ -45,7 +45,7 @@ export class Poll {
       this.refused = error.status === 401;
       this.failed(error);
     }
-    if (this.refused || this.paused || document.hidden) return;
+    if (this.refused) return;
     this.timer = setTimeout(() => this.look(), Math.min(EACH_MS * Math.max(1, this.failures), SLOWEST_MS));
   }
 }

@@ -27,7 +27,6 @@ has_package() { ((EUID == 0)) && apt-cache policy chromium-headless-shell 2>/dev
 
 install_package() {
   ((EUID == 0)) && command -v apt-get >/dev/null || return
-  echo "installing Debian's package chromium-headless-shell" >&2
   has_package || apt-get update -q || return
   has_package || return
   DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends \
@@ -35,15 +34,16 @@ install_package() {
 }
 
 download() {
-  echo "downloading Chromium by Playwright" >&2
   PLAYWRIGHT_BROWSERS_PATH=$folder .venv/bin/python -m playwright install --only-shell chromium
 }
 
 found
 mkdir -p build
-install_package >>"$log" || true
+echo "installing Debian's package chromium-headless-shell, if this is root on Debian" >&2
+install_package >"$log" 2>&1 || true
 found
-download >>"$log" || true
+echo "downloading Chromium by Playwright" >&2
+download >>"$log" 2>&1 || true
 found
 echo "no Chromium that runs is here and none could be installed ($log says why): install one and name it" \
   "in EPD_BROWSER, or run this as root on Debian" >&2

@@ -12,7 +12,7 @@ export const STAGES = {
   wait: "waits for images",
   prefill: "prefill",
   decode: "decode",
-  unknown: "under way", // what the gateway learns at the end only
+  unknown: "under way, or not known", // what the gateway learns at the end only
 };
 
 const known = (time) => typeof time === "number";
@@ -82,7 +82,7 @@ function gatewayBars(receipt, endS) {
 function itemBars(item, receipt, endS) {
   const { ready_s: ready, pinned_s: pinned } = item;
   if (!known(ready)) {
-    const text = receipt.state === "open" ? STAGES.unknown : "not known to be ready";
+    const text = receipt.state === "open" ? "under way" : "not known to be ready";
     return chain(receipt.published_s, [{ stage: "unknown", to: endS, text }], endS);
   }
   const bars = encodeBars(item, receipt, ready);
@@ -121,8 +121,9 @@ function pdBars(receipt, endS) {
   const pd = receipt.pd;
   if (!pd) {
     // Its receipt comes with the end of the answer.
-    const steps = [{ stage: "unknown", to: receipt.first_s }, { stage: "decode", to: endS }];
-    return chain(receipt.published_s, known(receipt.first_s) ? steps : [{ stage: "unknown", to: endS }], endS);
+    const text = receipt.state === "open" ? "under way" : "not known";
+    const steps = [{ stage: "unknown", to: receipt.first_s ?? endS, text }, { stage: "decode", to: endS }];
+    return chain(receipt.published_s, steps, endS);
   }
   return chain(
     receipt.published_s,

@@ -81,6 +81,15 @@ async def test_a_stream_is_open_until_its_end(stack: SimStack) -> None:
     assert trail["pd"]["first_s"] <= trail["pd"]["ended_s"]
 
 
+async def test_a_stream_that_its_client_leaves_is_cancelled(stack: SimStack) -> None:
+    stack.pd_time.hold_after = 3
+    async with stack.streaming("x", max_tokens=20, ignore_eos=True) as response:
+        request_id = response.headers["x-request-id"]
+    trail = await ended_trail(stack, request_id)
+    assert (trail["state"], trail["status"], trail["error"]) == ("cancelled", 200, None)
+    stack.pd_time.passing.set()
+
+
 async def test_the_latest_come_first_and_an_error_says_its_stage(stack: SimStack) -> None:
     good = await stack.ask("x")
     bad = await stack.http.post(CHAT, json={**stack.body("y"), "model": "none"})

@@ -218,6 +218,7 @@ def _submit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--model", default="", help="default: the only one that is served")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")
     _broker_arguments(parser)
 
@@ -247,6 +248,7 @@ async def _submit(arguments: argparse.Namespace) -> int:
         text=arguments.text,
         model=arguments.model,
         max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
         timeout_s=arguments.timeout,
     )
 

@@ -19,6 +19,7 @@ async def submit(
     text: str,
     model: str,
     max_tokens: int,
+    temperature: float,
     timeout_s: float,
 ) -> int:
     """Ask, and print the answer; what became of each picture goes to standard error."""
@@ -30,7 +31,7 @@ async def submit(
             model=model,
             timeout_s=timeout_s,
             max_tokens=max_tokens,
-            temperature=0,
+            temperature=temperature,
         )
     print(answer.text)
     notes = Console(stderr=True)

@@ -56,6 +56,7 @@ def _where(url: str, model: str, state: Path) -> str:
     return f"""\
 [bold green]ready[/]  model [bold]{model}[/]
   OpenAI API   {url}/v1
+  web page     {url}/ui
   health       {url}/ready
   metrics      {url}/metrics
   direct       epd submit --image a.png --text "What is in image #1?"

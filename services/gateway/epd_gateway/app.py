@@ -46,6 +46,7 @@ from epd_gateway.files import add_file_routes
 from epd_gateway.live import add_live_routes
 from epd_gateway.metrics import GatewayMetrics
 from epd_gateway.openapi import openapi_document
+from epd_gateway.page import add_page_routes
 from epd_gateway.relay import CLIENT_GONE, Relay, outcome
 from epd_gateway.request_ids import NameRequests, request_id_of
 from epd_gateway.settings import GatewaySettings
@@ -137,6 +138,7 @@ def build_app(edge: Edge) -> FastAPI:
     add_stored_response_routes(app)
     add_file_routes(app, edge)
     add_live_routes(app, edge)
+    add_page_routes(app)
     described = openapi_document()
 
     @app.get("/v1/models")

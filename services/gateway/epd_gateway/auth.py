@@ -18,14 +18,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from epd_common.api_keys import ApiKey, CacheScope, hash_key, parse_file
 from epd_common.errors import UnauthorizedError, UnavailableError, openai_body
 from epd_common.tasks import end
+from epd_gateway import page
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Seconds between looks at whether the file of keys is another one."""
 
-OPEN_PATHS = ("/health", "/ready", "/metrics")
-"""What load balancers and monitoring ask, which have no key. Everything else needs one."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", *page.PATHS})
+"""What load balancers and monitoring ask, which have no key, and the web page, which asks for one and sends
+it for all that it shows. Everything else needs one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from epd_common.errors import ERROR_TYPES
 from epd_common.ingest.body import MAX_PARTS
 from epd_common.ingest.parts import TEXT_FIELDS
 from epd_common.ingest.processor_args import arguments_schema
+from epd_gateway import page
 
 Schema = dict[str, Any]
 
@@ -66,6 +67,8 @@ def openapi_document() -> dict[str, Any]:
             "/ready": {"get": _ready()},
             "/metrics": {"get": _metrics()},
             "/openapi.json": {"get": _document()},
+            page.PAGE: {"get": _page()},
+            f"{page.PAGE}/{{file}}": {"get": _page_file()},
         },
         "components": {
             "schemas": _schemas(),
@@ -306,6 +309,36 @@ def _document() -> Schema:
     return {
         "summary": "This document.",
         "responses": _answers(_json({"type": "object"}, "It."), *_BASE),
+    }
+
+
+def _page() -> Schema:
+    return {
+        "summary": "The web page.",
+        "security": [],
+        "responses": _answers(
+            {"description": "It.", "content": {"text/html": {"schema": {"type": "string"}}}}, 500
+        ),
+    }
+
+
+def _page_file() -> Schema:
+    kinds = sorted({kind.partition(";")[0] for kind in page.FILES.values()})
+    return {
+        "summary": "A script, style or picture of the web page.",
+        "security": [],
+        "parameters": [
+            {
+                "name": "file",
+                "in": "path",
+                "required": True,
+                "schema": {"enum": list(page.FILES)},
+            }
+        ],
+        "responses": _answers(
+            {"description": "As it is.", "content": {kind: {"schema": {}} for kind in kinds}},
+            *(401, 404, 500),
+        ),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from epd_cli.explain import bar, explain, stages
+from epd_cli.explain import WIDTH, bar, explain, stages
 from epd_common.api_keys import ApiKey, hash_key
 from epd_common.errors import BadRequestError
 from epd_gateway.trails import KEPT, SHORT_ITEMS, Trail, Trails
@@ -141,6 +141,7 @@ async def test_epd_explain_shows_the_stages(
     shown = capsys.readouterr().out
     for part in (request_id, "answered (200)", "image 1 encode", "prefill and decode", "━"):
         assert part in shown
+    assert max(map(len, shown.splitlines()[2:])) < 80 and "…" not in shown
     assert stack.pds[0].id in shown and stack.encoders[0].id in shown
     assert await explain(nats_url, request_id, as_json=True) == 0
     told = json.loads(capsys.readouterr().out)
@@ -207,9 +208,10 @@ def test_a_tenant_finds_its_own() -> None:
 
 
 def test_bars_stand_within_their_axis() -> None:
-    assert bar(0.0, 0.5, 1.0) == "━" * 20
-    assert bar(0.5, 1.0, 1.0) == " " * 20 + "━" * 20
-    assert bar(1.0, 1.0, 1.0) == " " * 39 + "━", "what took no time is seen"
+    half = WIDTH // 2
+    assert bar(0.0, 0.5, 1.0) == "━" * half
+    assert bar(0.5, 1.0, 1.0) == " " * half + "━" * half
+    assert bar(1.0, 1.0, 1.0) == " " * (WIDTH - 1) + "━", "what took no time is seen"
 
 
 def test_stages_of_an_encode_for_an_earlier_request_begin_with_this_one() -> None:

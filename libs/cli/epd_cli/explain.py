@@ -21,8 +21,8 @@ WITHIN_S = 2.0
 
 _ENCODE_STAGES = ("queued", "media", "encode", "publish")
 
-WIDTH = 40
-"""Columns of the bars."""
+WIDTH = 32
+"""Columns of the bars: with the rest, less than a terminal's 80."""
 
 
 async def explain(nats_url: str, request_id: str, *, as_json: bool) -> int:
@@ -121,7 +121,7 @@ def stages(trail: dict[str, Any]) -> list[tuple[str, float, float]]:
         found += [
             ("queued for PD", trail["published_s"], pd["pulled_s"]),
             ("prepare", pd["pulled_s"], pd["prepared_s"]),
-            ("wait for room or items", pd["prepared_s"], pd["entered_s"]),
+            ("wait for items", pd["prepared_s"], pd["entered_s"]),
             (
                 "prefill" if trail["stream"] else "prefill and decode",
                 pd["entered_s"],

@@ -129,13 +129,14 @@ class Encoding:
     async def _make_if_wanted(
         self, job: EncodeJob, sequence: int | None, attempt: int, queued_s: float
     ) -> EmbeddingEvent | None:
+        clock = Laps()
         try:
             with self._door.arrived(sequence) as visit:
                 if not await self._states.begin(job.key, job.epoch):
                     self._counters["stale"] += 1
                     return None
                 async with self._alone(job.key):
-                    return await self._make(job, visit, attempt, queued_s)
+                    return await self._make(job, visit, attempt, queued_s, clock)
         except UnwantedError:
             self._counters["unwanted"] += 1
             return None
@@ -190,7 +191,7 @@ class Encoding:
         return _kills(job.key)
 
     async def _make(
-        self, job: EncodeJob, visit: Visit, attempt: int, queued_s: float
+        self, job: EncodeJob, visit: Visit, attempt: int, queued_s: float, clock: Laps
     ) -> EmbeddingEvent:
         if job.fingerprint != self._info.fingerprint:
             raise UpstreamError(
@@ -206,7 +207,6 @@ class Encoding:
             self._counters["hits"] += 1
             await self._copy_to_remote(present)
             return self._event(job, present.header, attempt, queued_s)
-        clock = Laps()
         try:
             async with asyncio.timeout(
                 job.deadline - time.time() if job.deadline else None

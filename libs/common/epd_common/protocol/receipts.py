@@ -19,7 +19,7 @@ class ItemReceipt(Part, frozen=True, kw_only=True):
     """One media item of a request, as it came to the PD worker.
 
     ``queued_s``, ``media_s``, ``encode_s`` and ``publish_s`` are what its encoder said of it: waiting for a
-    slot, fetching and checking the bytes, the engine's time with the wait for a place in its batch, and
+    slot, looking it up and fetching the bytes, the engine's time with the wait for a place in its batch, and
     writing the embedding to the stores. All are 0 where it was there before. ``ready_s`` is when this worker
     knew of the embedding, ``pinned_s`` when it lay on its node for the engine, from ``store``. What did not
     come to pass is None.

@@ -132,6 +132,28 @@ def openapi() -> str:
     return json.dumps(openapi_document(), indent=2) + "\n"
 
 
+VALKEY_VALUES_HEAD = """\
+# Values of Valkey's own chart: its users and what each may do. Their passwords are those of the Secret.
+# Made from libs/cli/epd_cli/valkey_users.py by scripts/write_docs.py.
+auth:
+  enabled: true
+  usersExistingSecret: epdflow-valkey
+  aclUsers:
+    default: {passwordKey: EPD_REDIS_OPERATOR_PASSWORD, permissions: "off"}
+"""
+
+
+def valkey_values() -> str:
+    """The users of Valkey as its chart takes them."""
+    users = (
+        f"    {role}:\n"
+        f"      passwordKey: EPD_REDIS_{role.upper()}_PASSWORD\n"
+        f"      permissions: {json.dumps(' '.join(('resetchannels', valkey_users.CONNECT, *rights)))}\n"
+        for role, rights in valkey_users.VALKEY_ROLES.items()
+    )
+    return VALKEY_VALUES_HEAD + "".join(users)
+
+
 DOCUMENTS: dict[str, Callable[[], str]] = {
     "docs/openapi.json": openapi,
     "docs/configuration.md": configuration,
@@ -142,6 +164,10 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
         f"deploy/observability/dashboards/{name}.json": partial(dashboards.dashboard, name)
         for name in dashboards.DASHBOARDS
     },
+    # A chart has files of its own folder alone.
+    "deploy/k8s/epdflow/files/nats-users.conf": nats_users.users_file,
+    "deploy/k8s/epdflow/files/alerts.yml": (ROOT / "deploy/observability/alerts.yml").read_text,
+    "deploy/k8s/brokers/valkey-users.yaml": valkey_values,
 }
 
 

@@ -22,6 +22,7 @@ from epd_plan.planning import PRECISION, Choice, Planner, Prices, decide
 from epd_plan.probing import Prober
 from epd_plan.shape import Shape
 from epd_sim.profiles import profile_named
+from k8s_chart import containers, environment, render
 
 HEAVY = ("--images", "8", "--sizes", "1280x720", "--text", "100", "--output", "50")
 
@@ -175,8 +176,15 @@ async def test_files_for_deployments(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
     await planned(capsys, *load, "--write", "helm", "--out", str(tmp_path / "b.yaml"))
     values = yaml.safe_load((tmp_path / "b.yaml").read_text())
-    assert values["encoder"]["replicas"] == split["encoders"]
-    assert values["pd"]["replicas"] == split["pds"] and values["gateway"]["replicas"] >= 1
+    pools = values["pools"]
+    assert pools["encoder"]["replicas"] == split["encoders"]
+    assert pools["pd"]["replicas"] == split["pds"] and values["gateway"]["replicas"] >= 1
+    environments = {
+        environment(container)["EPD_PD_SLOTS"]
+        for _, container in containers(render(values))
+        if container["name"] == "pd"
+    }
+    assert environments == {"64"}
     assert sorted(os.listdir(tmp_path)) == ["a.yml", "b.yaml"]
 
 

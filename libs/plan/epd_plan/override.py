@@ -75,10 +75,12 @@ def _compose(plan: Plan, chosen: Choice, settings: dict[str, str]) -> str:
 
 
 def _helm(plan: Plan, chosen: Choice, settings: dict[str, str]) -> str:
-    lines = "".join(f'    {name}: "{value}"\n' for name, value in settings.items())
+    lines = "".join(f'          {name}: "{value}"\n' for name, value in settings.items())
     return (
         f"{_head(plan, chosen)}"
+        "#   helm upgrade --install epd deploy/k8s/epdflow -f YOUR_VALUES -f THIS_FILE\n"
         f"gateway:\n  replicas: {max(1, chosen.gateways)}\n"
-        f"encoder:\n  replicas: {chosen.encoders}\n"
-        f"pd:\n  replicas: {chosen.pds}\n  env:\n{lines}"
+        "pools:\n"
+        f"  encoder:\n    replicas: {chosen.encoders}\n    containers: {{encoder: {{}}}}\n"
+        f"  pd:\n    replicas: {chosen.pds}\n    containers:\n      pd:\n        env:\n{lines}"
     )

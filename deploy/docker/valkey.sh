@@ -1,5 +1,5 @@
 #!/bin/sh
-# Valkey of deploy/docker-compose.yml: its users, with the passwords of the environment (PASSWORD_<role>) in the
+# Valkey of deploy/docker-compose.yml: its users, with the passwords of files (secrets: redis_<role>) in the
 # places of change-me-<role>. The configuration goes in by standard input, and nothing but the shell itself
 # handles passwords, as command lines can be read by anybody.
 set -eu
@@ -10,7 +10,12 @@ users() {
       *">change-me-"*)
         rest=${line#*>change-me-}
         role=${rest%% *}
-        eval "password=\$PASSWORD_$role"
+        file=${SECRETS:-/run/secrets}/redis_$role
+        password=
+        IFS= read -r password <"$file" || [ -n "$password" ] || {
+          echo "$file: no password; run deploy/make_env.sh" >&2
+          exit 1
+        }
         printf '%s>%s %s\n' "${line%%>change-me-*}" "$password" "${rest#* }"
         ;;
       *) printf '%s\n' "$line" ;;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib.util
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from epd_cli.argument_types import letter_number, new_deadline
+from epd_cli.argument_types import interval, letter_number, new_deadline
 from epd_cli.bench_arguments import add_bench_arguments
 from epd_cli.key import add_key_arguments, run_key
 from epd_cli.plan_arguments import add_plan_arguments
@@ -94,7 +95,13 @@ def _parser() -> argparse.ArgumentParser:
             "Tell what a load needs, by a model; exit code 2 where nothing can be.",
         ),
         ("key", add_key_arguments, run_key, "Make API keys for the gateway."),
-        ("doctor", _broker_arguments, _doctor, "Check what this machine has, and the brokers."),
+        (
+            "doctor",
+            _doctor_arguments,
+            _doctor,
+            "Check this machine and the brokers, and say what to do; exit code 1 where something is wrong.",
+        ),
+        ("top", _top_arguments, _top, "Watch workers, queues and requests live."),
     ):
         command = commands.add_parser(
             name,
@@ -367,12 +374,75 @@ async def _plan(arguments: argparse.Namespace) -> int:
     return await run_plan(arguments)
 
 
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--for",
+        dest="purpose",
+        choices=("up", "gateway", "worker"),
+        default=None,
+        help="what this machine is for; default: by EPD_NATS_URL and EPD_MODEL",
+    )
+    parser.add_argument(
+        "--model",
+        default=os.environ.get("EPD_MODEL", ""),
+        help="path or hub id; empty: the small model of the repository",
+    )
+    for option in ("--nats", "--redis"):
+        variable = f"EPD_{option[2:].upper()}_URL"
+        parser.add_argument(
+            option, default="", metavar="URL", help=f"default: {variable}, or what `epd up` started"
+        )
+
+
 async def _doctor(arguments: argparse.Namespace) -> int:
-    from epd_cli.doctor import doctor
+    from epd_cli.doctor import Asked, doctor, purpose_of
+    from epd_cli.stack import read_state
 
     running = (arguments.state_dir / "state.json").exists()
-    nats_url, redis_url = _brokers(arguments) if running or arguments.nats else ("", "")
-    return await doctor(nats_url, redis_url)
+    state = read_state(arguments.state_dir) if running else {}
+    purpose = arguments.purpose or purpose_of(os.environ)
+    model = arguments.model
+    if not model and purpose == "up":
+        with contextlib.suppress(EpdError):
+            model = _small_model()
+    asked = Asked(
+        purpose=purpose,
+        nats_url=arguments.nats or os.environ.get("EPD_NATS_URL", state.get("nats_url", "")),
+        redis_url=arguments.redis or os.environ.get("EPD_REDIS_URL", state.get("redis_url", "")),
+        model=model,
+        own_pids={process["pid"] for process in state.get("processes", ())},
+    )
+    return await doctor(asked, as_json=arguments.json)
+
+
+def _top_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--once", action="store_true", help="print one frame and end")
+    parser.add_argument(
+        "--interval", type=interval, default=1.0, metavar="SECONDS", help="between two looks"
+    )
+    parser.add_argument(
+        "--gateway",
+        default="",
+        metavar="URL",
+        help="whose recent requests are shown, asked with the key in EPD_API_KEY; default: that of "
+        "`epd up`, or one that the registry names",
+    )
+    _broker_arguments(parser)
+
+
+async def _top(arguments: argparse.Namespace) -> int:
+    from epd_cli.stack import read_state
+    from epd_cli.top import top
+
+    nats_url, gateway_url = arguments.nats, arguments.gateway
+    if not nats_url:
+        state = read_state(arguments.state_dir)
+        nats_url = state["nats_url"]
+        gateway_url = gateway_url or state["gateway_url"]
+    return await top(
+        nats_url, gateway_url=gateway_url, once=arguments.once, interval_s=arguments.interval
+    )
 
 
 if __name__ == "__main__":

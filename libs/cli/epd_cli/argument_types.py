@@ -38,3 +38,18 @@ def new_deadline(text: str) -> float:
             f"{text!r} is no time for a job: more than 0 and at most {JOB_MAX_AGE_S:g} seconds"
         )
     return seconds
+
+
+def interval(text: str) -> float:
+    """Seconds between two looks, as typed.
+
+    Raises:
+        argparse.ArgumentTypeError: no time that makes sense.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds

@@ -12,18 +12,22 @@ from epd_common.protocol.subjects import inbox_prefix
 from epd_common.settings import CommonSettings, load_settings
 from epd_common.store import open_redis
 
+CONNECT_WITHIN_S = 5.0
+"""Somebody waits for the answer."""
+
 INBOX = inbox_prefix("operator")
 
 
 def operator_bus(nats_url: str, *, name: str) -> Bus:
     """A connection to NATS, not yet open."""
     login = load_settings(CommonSettings, nats_url=nats_url).nats_login()
-    return Bus(nats_url, name=name, login=login, inbox=INBOX)
+    return Bus(nats_url, name=name, login=login, inbox=INBOX, connect_within_s=CONNECT_WITHIN_S)
 
 
 def operator_redis(redis_url: str) -> AbstractAsyncContextManager[Redis]:
     """A connection to Valkey, not yet open."""
-    return open_redis(redis_url, ca=load_settings(CommonSettings, redis_url=redis_url).redis_ca)
+    settings = load_settings(CommonSettings, redis_url=redis_url)
+    return open_redis(redis_url, ca=settings.redis_ca, password_file=settings.redis_password_file)
 
 
 def operator_client(nats_url: str, redis_url: str) -> AbstractAsyncContextManager[client.Client]:
@@ -34,5 +38,6 @@ def operator_client(nats_url: str, redis_url: str) -> AbstractAsyncContextManage
         redis_url,
         login=settings.nats_login(),
         redis_ca=settings.redis_ca,
+        redis_password_file=settings.redis_password_file,
         inbox=INBOX,
     )

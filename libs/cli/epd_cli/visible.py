@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rich.text import Text
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 def visible(text: str, *, keep: str = "") -> str:
@@ -21,4 +24,6 @@ def visible(text: str, *, keep: str = "") -> str:
 
 def cell(text: str) -> Text:
     """The text for one of rich's tables, whose markup in brackets is text as well."""
+    from rich.text import Text  # images of the services have no rich, and show errors all the same
+
     return Text(visible(text))

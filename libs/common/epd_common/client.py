@@ -137,6 +137,7 @@ async def connect(
     *,
     login: NatsLogin = NatsLogin(),  # noqa: B008 - it is frozen
     redis_ca: Path | None = None,
+    redis_password_file: Path | None = None,
     inbox: str = "_INBOX",
 ) -> AsyncIterator[Client]:
     """Connect to the brokers, with the rights of an operator, as it orders encodes itself.
@@ -144,6 +145,7 @@ async def connect(
     Args:
         login: What NATS asks for beside the URL.
         redis_ca: Certificates (PEM) that Valkey's may be signed by, for a ``rediss://`` URL.
+        redis_password_file: File with Valkey's password, for a URL that has none.
         inbox: What the subjects begin with on which answers come.
 
     Raises:
@@ -153,7 +155,9 @@ async def connect(
         bus = await stack.enter_async_context(
             Bus(nats_url, name="epd-client", login=login, inbox=inbox)
         )
-        redis = await stack.enter_async_context(open_redis(redis_url, ca=redis_ca))
+        redis = await stack.enter_async_context(
+            open_redis(redis_url, ca=redis_ca, password_file=redis_password_file)
+        )
         limits = IngestLimits()
         media = MediaStore(redis, ttl_s=TTL_S)
         pictures = await stack.enter_async_context(PictureChecker(limits))

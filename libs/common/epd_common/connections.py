@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from typing import Literal
 
 from redis.asyncio import Redis
 
+from epd_common.brokers import open_brokers
 from epd_common.bus import Bus, JobPuller, declare_consumers, declare_place, declare_streams
 from epd_common.encode import Encoding
 from epd_common.engines import EncoderEngine, EngineInfo
-from epd_common.protocol import Locator, subjects
+from epd_common.errors import EpdError
+from epd_common.protocol import Locator
 from epd_common.protocol.lanes import background_slots, lane_waits_s
 from epd_common.protocol.subjects import Stage
 from epd_common.settings import WorkerSettings
@@ -23,9 +26,9 @@ from epd_common.store import (
     RedisEmbeddingStore,
     RemoteStore,
     Suspects,
-    open_redis,
 )
 from epd_common.store.arena import sweeping
+from epd_common.store.room import check_size
 from epd_common.telemetry.exposition import serving_metrics
 from epd_common.telemetry.traces import Tracer, open_tracer
 from epd_common.telemetry.worker_metrics import WorkerMetrics
@@ -108,9 +111,14 @@ async def connect(
     *,
     role: Literal["encoder", "pd"],
     slots: int,
+    stop: asyncio.Event,
 ) -> Connections:
     """Connect to the brokers, open this node's arena, and enter the registry as ``starting``; serve metrics
-    from before all that, if that is wanted."""
+    from before all that, if that is wanted.
+
+    Args:
+        stop: Ends the wait for brokers that do not answer yet.
+    """
     metrics = WorkerMetrics(role)
     if settings.metrics_port:
         await stack.enter_async_context(
@@ -126,23 +134,14 @@ async def connect(
             instance=settings.worker_id,
         )
     )
-    bus = await stack.enter_async_context(
-        Bus(
-            settings.nats_url,
-            name=f"epd-{role} {settings.worker_id}",
-            login=settings.nats_login(),
-            inbox=subjects.inbox_prefix(role),
-        )
-    )
-    redis = await stack.enter_async_context(open_redis(settings.redis_url, ca=settings.redis_ca))
+    bus, redis = await open_brokers(stack, settings, role=role, stop=stop)
     await declare_streams(
         bus,
         max_jobs=settings.queue_max_jobs,
         replicas=settings.nats_replicas,
         update=False,
     )
-    arena = Arena(settings.arena_dir, quota_bytes=settings.arena_bytes, worker=settings.worker_id)
-    arena.open()
+    arena = _open_arena(settings)
     stack.callback(arena.close)
     await stack.enter_async_context(sweeping(arena))
     worker = await stack.enter_async_context(
@@ -172,3 +171,18 @@ async def connect(
         remote=remote,
         tracer=tracer,
     )
+
+
+def _open_arena(settings: WorkerSettings) -> Arena:
+    arena = Arena(settings.arena_dir, quota_bytes=settings.arena_bytes, worker=settings.worker_id)
+    try:
+        settings.arena_dir.mkdir(parents=True, exist_ok=True)
+        check_size(settings.arena_dir, settings.arena_bytes)
+        arena.open()
+    except OSError as error:
+        raise EpdError(
+            f"the arena {settings.arena_dir} cannot be used ({error.strerror}: {error.filename}): set "
+            "EPD_ARENA_DIR to a folder on tmpfs that this user may write to",
+            code="arena_unusable",
+        ) from error
+    return arena

@@ -150,6 +150,10 @@ class UnavailableError(EpdError):
     default_retry_after_s = 2.0
 
 
+class LoginRefusedError(UnavailableError):
+    """A broker is there and does not let this process in: waiting does not help."""
+
+
 class SendAgainError(EpdError):
     """A store lost what the request brought, or is full. No other worker can help; sent again it may work."""
 

@@ -25,6 +25,7 @@ from epd_common.telemetry.logs import configure_logging
 S = TypeVar("S", bound=CommonSettings)
 logger = logging.getLogger(__name__)
 
+ADVICE = "`epd doctor` in the same environment looks at all that it needs."
 EXIT_SETTINGS = 2
 EXIT_FAILED = 1
 EXIT_S = 15.0
@@ -44,14 +45,16 @@ def run_service(
     try:
         settings = load_settings(settings_type)
     except SettingsError as error:
-        print(f"Settings that cannot be used:\n{error}", file=sys.stderr)
+        between = " " if str(error).count("\n") == 0 else "\n"
+        print(f"Settings that cannot be used:{between}{error}", file=sys.stderr)
         return EXIT_SETTINGS
     configure_logging(settings.log_level, settings.log_format)
     try:
         return uvloop.run(_supervise(settings, serve))
     except* EpdError as group:
         for leaf in _leaves(group):
-            logger.error("service stopped: %s", leaf)
+            text = str(leaf)
+            logger.error("service stopped: %s%s %s", text, "" if text[-1:] in ".?" else ".", ADVICE)
     except* Exception:
         logger.exception("service stopped by an unexpected error")
     return EXIT_FAILED

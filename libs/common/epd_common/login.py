@@ -32,6 +32,56 @@ def nats_servers(urls: str) -> list[str]:
     return found
 
 
+def check_users_alone(urls: str) -> None:
+    """See that NATS URLs name one user and no password, which comes from a file.
+
+    Raises:
+        ValueError: they do not.
+    """
+    logins = {
+        (parts.username, parts.password)
+        for url in nats_servers(urls)
+        for parts in [urlsplit(url if "://" in url else f"nats://{url}")]
+    }
+    user, password = next(iter(logins))
+    if len(logins) > 1 or not user or password is not None:
+        raise ValueError(
+            "EPD_NATS_PASSWORD_FILE is set, so EPD_NATS_URL must name one user and no password: "
+            "nats://USER@HOST:PORT"
+        )
+
+
+def check_redis_url(url: str) -> None:
+    """See that this is a URL of Valkey or Redis.
+
+    Raises:
+        ValueError: it is none; the text does not show it, for a password may be inside.
+    """
+    try:
+        parts = urlsplit(url)
+        whole = parts.path not in ("", "/") if parts.scheme == "unix" else bool(parts.hostname)
+        whole = whole and parts.scheme in ("redis", "rediss", "unix") and (parts.port or 1) > 0
+    except ValueError:
+        whole = False
+    if not whole:
+        raise ValueError("it is not redis://HOST:PORT/0, rediss://HOST:PORT/0 or unix:///PATH")
+
+
+def read_password(path: Path, variable: str) -> str:
+    """The password in a file, without the line end that editors put behind it.
+
+    Raises:
+        ValueError: naming the variable: it cannot be read, or is empty.
+    """
+    try:
+        password = path.read_text().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{variable}: {path} cannot be read ({error})") from None
+    if not password:
+        raise ValueError(f"{variable}: {path} is empty")
+    return password
+
+
 @dataclass(frozen=True, slots=True)
 class NatsLogin:
     """Files that are read at every connect, so that a replaced one counts from the next on.
@@ -39,12 +89,14 @@ class NatsLogin:
     Attributes:
         creds: A ``.creds`` file: a user's JWT and NKey seed.
         nkey_seed_file: A file with an NKey seed and nothing else.
+        password_file: A file with the password of the user that the URL names.
         ca: Certificates (PEM) that may have signed the server's; without it those of the system. With it
             a server that does not speak TLS is refused.
     """
 
     creds: Path | None = None
     nkey_seed_file: Path | None = None
+    password_file: Path | None = None
     ca: Path | None = None
 
     def check(self) -> None:
@@ -55,6 +107,13 @@ class NatsLogin:
         """
         if self.creds and self.nkey_seed_file:
             raise ValueError("set one of EPD_NATS_CREDS and EPD_NATS_NKEY_SEED_FILE, not both")
+        if self.password_file:
+            if self.creds or self.nkey_seed_file:
+                raise ValueError(
+                    "EPD_NATS_PASSWORD_FILE is for users with a password: not beside EPD_NATS_CREDS or "
+                    "EPD_NATS_NKEY_SEED_FILE"
+                )
+            self.password()
         if self.creds or self.nkey_seed_file:
             if find_spec("nkeys") is None:
                 raise ValueError(
@@ -67,6 +126,16 @@ class NatsLogin:
                 raise ValueError("EPD_NATS_NKEY_SEED_FILE: the file holds no NKey seed of a user")
         if self.ca:
             check_ca(self.ca, "EPD_NATS_CA")
+
+    def password(self) -> str | None:
+        """The password in the file; None where there is no file.
+
+        Raises:
+            ValueError: it cannot be read, or is empty.
+        """
+        if self.password_file is None:
+            return None
+        return read_password(self.password_file, "EPD_NATS_PASSWORD_FILE")
 
     def tls(self) -> ssl.SSLContext | None:
         """How the server's certificate is checked; None for the usual way."""

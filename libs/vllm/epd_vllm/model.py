@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from epd_common.checkpoint import faults
 from epd_common.engines import EngineInfo
 from epd_common.errors import EpdError
 from epd_vllm.compat import vllm_version
@@ -36,6 +37,11 @@ def model_folder(model: str) -> Path:
     """
     if (Path(model) / "config.json").exists():
         return Path(model)
+    if Path(model).is_absolute() or Path(model).is_dir():
+        raise ModelNotFoundError(
+            f"there is no model in {model!r}: it has no config.json; set EPD_MODEL (compose: EPD_MODEL_DIR) "
+            "to a checkpoint's folder"
+        )
     from transformers.utils.hub import cached_file
 
     try:
@@ -45,6 +51,20 @@ def model_folder(model: str) -> Path:
             f"the model {model!r} is neither a folder with a config.json nor a model that the hub gives "
             f"({str(error).splitlines()[0]}); check EPD_MODEL"
         ) from error
+
+
+def check_model(model: str, engine_args: str) -> Path:
+    """The folder of a checkpoint; one that lies here must be whole, as the hub's are when they are loaded.
+
+    Raises:
+        ModelNotFoundError: there is none, or files are missing or cut short.
+    """
+    folder = model_folder(model)
+    if folder == Path(model) and (found := faults(folder, engine_args)):
+        raise ModelNotFoundError(
+            f"the model in {folder} is not whole: {'; '.join(found[:3])}; copy or download it again"
+        )
+    return folder
 
 
 def needs_vision_tower(folder: Path) -> bool:

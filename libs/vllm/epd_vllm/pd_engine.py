@@ -37,7 +37,7 @@ from epd_vllm.engine import EngineOptions, VllmEngine
 from epd_vllm.gate import managed_params
 from epd_vllm.kept_pipe import KeptReader
 from epd_vllm.launch import inspect
-from epd_vllm.model import model_folder, needs_vision_tower
+from epd_vllm.model import check_model, needs_vision_tower
 from epd_vllm.openai_app import OpenAIApp
 from epd_vllm.responses import held_back, name_answer
 from epd_vllm.tape import Tape
@@ -104,7 +104,9 @@ class VllmPdEngine(VllmEngine):
             return await self._start(progress, pipe=str(pipe))
 
     async def _start(self, progress: Progress, *, pipe: str) -> EngineInfo:
-        folder = await asyncio.to_thread(model_folder, self._options.model)
+        folder = await asyncio.to_thread(
+            check_model, self._options.model, self._options.extra_arguments
+        )
         progress("importing vLLM")
         modalities = await inspect(self._arguments({}))
         tower = self._encode == "always" or needs_vision_tower(folder)

@@ -30,7 +30,9 @@ class EncoderService:
     async def run(self, stop: asyncio.Event) -> None:
         settings = self._settings
         async with AsyncExitStack() as stack:
-            parts = await connect(stack, settings, role="encoder", slots=settings.encoder_slots)
+            parts = await connect(
+                stack, settings, role="encoder", slots=settings.encoder_slots, stop=stop
+            )
             engine = self._make_engine(parts.arena.staging)
             stack.push_async_callback(parts.worker.stop_engine)
             info = await parts.worker.load(engine, takes_encodes=True)

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 import uvicorn
 from redis.asyncio import Redis
 
+from epd_common.brokers import open_brokers
 from epd_common.bus import Bus, Registry, announce, declare_streams
 from epd_common.bus.micro import micro_service
 from epd_common.embedding_nodes import EmbeddingNodes
@@ -26,7 +27,7 @@ from epd_common.placing import Placing
 from epd_common.protocol import WorkerRecord, WorkerState, subjects
 from epd_common.replies import ReplyHub
 from epd_common.requester import Requester
-from epd_common.store import KeyStates, Ledger, MediaQuotas, MediaStore, SizeTables, open_redis
+from epd_common.store import KeyStates, Ledger, MediaQuotas, MediaStore, SizeTables
 from epd_common.telemetry.traces import open_tracer
 from epd_gateway.app import Edge, build_app
 from epd_gateway.auth import KeyRing
@@ -59,17 +60,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """Connect, serve HTTP until ``stop``, give notice, let running requests finish, close."""
     async with AsyncExitStack() as stack:
         keys = await stack.enter_async_context(KeyRing(settings.api_keys, settings.api_keys_file))
-        bus = await stack.enter_async_context(
-            Bus(
-                settings.nats_url,
-                name=f"epd-gateway {settings.worker_id}",
-                login=settings.nats_login(),
-                inbox=subjects.inbox_prefix("gateway"),
-            )
-        )
-        redis = await stack.enter_async_context(
-            open_redis(settings.redis_url, ca=settings.redis_ca)
-        )
+        bus, redis = await open_brokers(stack, settings, role="gateway", stop=stop)
         await declare_streams(
             bus, max_jobs=settings.queue_max_jobs, replicas=settings.nats_replicas
         )

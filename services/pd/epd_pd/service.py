@@ -46,7 +46,7 @@ class PdService:
     async def run(self, stop: asyncio.Event) -> None:
         settings = self._settings
         async with AsyncExitStack() as stack:
-            parts = await connect(stack, settings, role="pd", slots=settings.pd_slots)
+            parts = await connect(stack, settings, role="pd", slots=settings.pd_slots, stop=stop)
             cancels = await stack.enter_async_context(
                 Cancels(parts.bus, parts.redis, worker=settings.worker_id)
             )

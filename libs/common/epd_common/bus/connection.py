@@ -24,7 +24,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 
-from epd_common.errors import BusyError, TooLargeError, UnavailableError
+from epd_common.errors import BusyError, LoginRefusedError, TooLargeError, UnavailableError
 from epd_common.login import NatsLogin, nats_servers
 from epd_common.protocol.base import Message
 from epd_common.protocol.codec import encode
@@ -100,6 +100,7 @@ class Bus:
     Args:
         url: One server's, or several of a cluster with commas between them.
         inbox: What the subjects begin with on which this connection is answered.
+        connect_within_s: Seconds to try to connect for.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class Bus:
         name: str,
         login: NatsLogin = NatsLogin(),  # noqa: B008 - it is frozen
         inbox: str = "_INBOX",
+        connect_within_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
+        self._connect_within_s = connect_within_s
         self._servers = nats_servers(url)
         self._name = name
         self._login = login
@@ -150,7 +153,7 @@ class Bus:
     async def __aenter__(self) -> Self:
         connecting = asyncio.ensure_future(
             self._client.connect(
-                **_pool(self._servers),
+                **_pool(self._servers, self._login.password()),
                 name=self._name,
                 tls=self._login.tls(),
                 user_credentials=_text(self._login.creds),
@@ -175,7 +178,7 @@ class Bus:
             # connect() can hang on a half-open socket, and tries a wrong password again and again.
             await asyncio.wait(
                 (connecting, refused),
-                timeout=CONNECT_TIMEOUT_S,
+                timeout=self._connect_within_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not connecting.done():
@@ -186,6 +189,12 @@ class Bus:
             self._closing = True
             await self._client.close()
             reason = self._last_error or str(error) or type(error).__name__
+            if self._refused.is_set():
+                raise LoginRefusedError(
+                    f"cannot connect to NATS at {self.address} ({reason}): are the user, the password and "
+                    "what is said of TLS in its URL (EPD_NATS_URL, or --nats) right?",
+                    code="nats_unavailable",
+                ) from error
             raise UnavailableError(
                 f"cannot connect to NATS at {self.address} ({reason}): is the server running, and is "
                 "its URL (EPD_NATS_URL, or --nats) right?",
@@ -377,7 +386,7 @@ def no_leader(error: Exception) -> bool:
     )
 
 
-def _pool(servers: list[str]) -> dict[str, Any]:
+def _pool(servers: list[str], password_given: str | None = None) -> dict[str, Any]:
     """The servers, and apart from them the login that they share.
 
     Servers that are not named here, of which the client hears from the others, are then tried with it, too.
@@ -388,6 +397,8 @@ def _pool(servers: list[str]) -> dict[str, Any]:
     if logins or user is None:
         return {"servers": servers}
     bare = [url._replace(netloc=url.netloc.rpartition("@")[2]).geturl() for url in urls]
+    if password_given is not None:
+        return {"servers": bare, "user": user, "password": password_given}
     if password is None:
         return {"servers": bare, "token": user}
     return {"servers": bare, "user": user, "password": password}

@@ -36,7 +36,49 @@ async def queue_length(bus: Bus, stage: Stage) -> QueueLength:
     Raises:
         UnavailableError: the server does not answer, or has no such queue.
     """
-    # nats-py leaves out the time of the oldest message.
+    info = await _info(bus, stage)
+    jobs: Counter[str] = Counter()
+    for name, count in (info["state"].get("subjects") or {}).items():
+        jobs[name.split(".")[3]] += count
+    oldest_s = 0.0
+    if jobs:  # both times are of the server's clock
+        oldest_s = (_time(info["ts"]) - _time(info["state"]["first_ts"])).total_seconds()
+    return QueueLength(dict(jobs), max(oldest_s, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLength:
+    """The jobs of a stage on one lane that are not done, those in work included."""
+
+    jobs: int
+    oldest_s: float
+    """Seconds since the oldest of them was published."""
+
+
+async def lane_lengths(bus: Bus, stage: Stage) -> dict[str, LaneLength]:
+    """Look at a stage's queue lane by lane; lanes without jobs are left out.
+
+    For the age of each lane its oldest job is read, whole: for people who look, not for each second of a
+    service.
+
+    Raises:
+        UnavailableError: the server does not answer, or has no such queue.
+    """
+    info = await _info(bus, stage)
+    jobs: Counter[str] = Counter()
+    for name, count in (info["state"].get("subjects") or {}).items():
+        jobs[name.split(".")[4]] += count
+    now = _time(info["ts"])
+    found = {}
+    for lane, count in sorted(jobs.items()):
+        published = await _oldest(bus, stage, lane)
+        age_s = 0.0 if published is None else (now - published).total_seconds()
+        found[lane] = LaneLength(count, max(age_s, 0.0))
+    return found
+
+
+async def _info(bus: Bus, stage: Stage) -> dict[str, Any]:
+    """What JetStream says of a stage's stream; nats-py leaves out the time of the oldest message."""
     subject, asked = f"$JS.API.STREAM.INFO.{STREAMS[stage]}", b'{"subjects_filter": ">"}'
     try:
         reply = await bus.client.request(subject, asked, timeout=LOOK_TIMEOUT_S)
@@ -49,13 +91,20 @@ async def queue_length(bus: Bus, stage: Stage) -> QueueLength:
     info: dict[str, Any] = json.loads(reply.data)
     if "state" not in info:
         raise UnavailableError(f"there is no queue of {stage} jobs", code="nats_unavailable")
-    jobs: Counter[str] = Counter()
-    for name, count in (info["state"].get("subjects") or {}).items():
-        jobs[name.split(".")[3]] += count
-    oldest_s = 0.0
-    if jobs:  # both times are of the server's clock
-        oldest_s = (_time(info["ts"]) - _time(info["state"]["first_ts"])).total_seconds()
-    return QueueLength(dict(jobs), max(oldest_s, 0.0))
+    return info
+
+
+async def _oldest(bus: Bus, stage: Stage, lane: str) -> datetime | None:
+    """When the oldest job of a lane was published; None where it is gone meanwhile."""
+    filtered = f"epd.v1.{stage}.*.{lane}" + (".*" if stage == "generate" else "")
+    asked = json.dumps({"seq": 1, "next_by_subj": filtered}).encode()
+    subject = f"$JS.API.STREAM.MSG.GET.{STREAMS[stage]}"
+    try:
+        reply = await bus.client.request(subject, asked, timeout=LOOK_TIMEOUT_S)
+    except (nats.errors.Error, TimeoutError):
+        return None
+    message = json.loads(reply.data).get("message")
+    return None if message is None else _time(message["time"])
 
 
 async def places_with_jobs(bus: Bus, model: str) -> set[str]:

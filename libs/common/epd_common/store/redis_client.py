@@ -6,12 +6,14 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import redis.exceptions
 from redis.asyncio import BlockingConnectionPool, Redis
 
-from epd_common.errors import UnavailableError
+from epd_common.errors import LoginRefusedError, UnavailableError
+from epd_common.login import read_password
 from epd_common.seldom import Seldom
 from epd_common.store.base import StoreFullError
 from epd_common.store.shared_connection import SharingRedis
@@ -26,15 +28,22 @@ _FULL = Seldom(every_s=60.0)
 
 
 @contextlib.asynccontextmanager
-async def open_redis(url: str, *, ca: Path | None = None) -> AsyncIterator[Redis]:
+async def open_redis(
+    url: str, *, ca: Path | None = None, password_file: Path | None = None
+) -> AsyncIterator[Redis]:
     """Open and check the connection.
 
     Args:
         ca: Certificates (PEM) that the server's may be signed by, for a ``rediss://`` URL.
+        password_file: A file with the password, for a URL that has none.
 
     Raises:
-        UnavailableError: nothing answers there, or it refuses the password.
+        UnavailableError: nothing answers there.
+        LoginRefusedError: it refuses user or password.
     """
+    more: dict[str, Any] = {} if ca is None else {"ssl_ca_certs": str(ca)}
+    if password_file is not None:
+        more["password"] = read_password(password_file, "EPD_REDIS_PASSWORD_FILE")
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=MAX_CONNECTIONS,
@@ -43,12 +52,23 @@ async def open_redis(url: str, *, ca: Path | None = None) -> AsyncIterator[Redis
         socket_timeout=SOCKET_TIMEOUT_S,
         socket_connect_timeout=SOCKET_TIMEOUT_S,
         health_check_interval=15,
-        **({} if ca is None else {"ssl_ca_certs": str(ca)}),
+        **more,
     )
     client = SharingRedis(pool, timeout_s=SOCKET_TIMEOUT_S)
     try:
         with redis_errors():
-            await client.ping()
+            try:
+                await client.ping()
+            except redis.exceptions.ConnectionError as error:
+                # While it connects redis-py has it as the cause of a general one.
+                refused = redis.exceptions.AuthenticationError
+                if not isinstance(error, refused) and not isinstance(error.__cause__, refused):
+                    raise
+                raise LoginRefusedError(
+                    f"Redis at {address(url)} refuses the login ({error}); are user and password in its URL "
+                    "(EPD_REDIS_URL, or --redis) right?",
+                    code="redis_unavailable",
+                ) from error
         yield client
     finally:
         await client.aclose()

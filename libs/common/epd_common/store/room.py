@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from epd_common.errors import UnavailableError
+from epd_common.errors import EpdError, UnavailableError
 from epd_common.store.base import StoreFullError
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,17 @@ logger = logging.getLogger(__name__)
 QUOTA_SHARE = 7 / 8
 """Of its file system's size an arena's quota is this at most: what is being written needs room beside it."""
 
+SMALLEST_SHARE = 1 / 4
+"""Of ``EPD_ARENA_BYTES``: a worker that gets less than this does not start, as somebody meant another folder,
+or forgot to give it room (a container's ``/dev/shm`` has 64 MB)."""
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class ArenaTooSmallError(EpdError):
+    """The file system of an arena has far less room than the arena shall have."""
+
+    default_code = "arena_too_small"
 
 
 class ArenaFullError(StoreFullError, UnavailableError):
@@ -91,6 +101,21 @@ def quota_that_fits(root: Path, quota_bytes: int) -> int:
             fits_bytes,
         )
     return fits_bytes
+
+
+def check_size(root: Path, quota_bytes: int) -> None:
+    """See that the file system has room for a good part of what the arena may hold.
+
+    Raises:
+        ArenaTooSmallError: it has not, whoever else uses it.
+    """
+    size_bytes, _ = _file_system(root)
+    if size_bytes * QUOTA_SHARE < quota_bytes * SMALLEST_SHARE:
+        raise ArenaTooSmallError(
+            f"the file system of the arena {root} has {size_bytes / (1 << 20):.0f} MiB, and EPD_ARENA_BYTES "
+            f"asks for {quota_bytes / (1 << 20):.0f}: give its tmpfs more room (Docker: shm_size, "
+            "--shm-size; the compose file: EPD_ARENA_TMPFS_BYTES), or lower EPD_ARENA_BYTES"
+        )
 
 
 def keep_quota(root: Path, needed_bytes: int, quota_bytes: int) -> int:

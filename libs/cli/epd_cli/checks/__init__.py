@@ -1,0 +1,1 @@
+"""What ``epd doctor`` looks at: each check judges facts that others gathered, and says what to do."""

@@ -398,6 +398,10 @@ async def test_a_client_that_goes_while_its_request_is_submitted(
     go_on.set()
     monkeypatch.undo()
     await until_queued(stack, "generate", 2)
-    assert await waiting(stack, [stack.key(data)]) == 0
+
+    async def nobody_waits() -> bool:  # its marks go after its job
+        return await waiting(stack, [stack.key(data)]) == 0
+
+    await eventually(nobody_waits, "nobody waits for its picture")
     stack.pd_time.passing.set()
     await asyncio.gather(*running)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from epd_common.errors import UnavailableError
-from epd_common.telemetry.traces import open_tracer
+from epd_common.telemetry.traces import CLOSE_S, open_tracer
 from service_stack import CHAT, picture
 from sim_stack import sim_stack
 
@@ -145,6 +148,41 @@ async def test_a_share_of_the_traces_is_recorded(collector: Collector) -> None:
 async def test_without_a_collector_contexts_are_handed_on() -> None:
     async with open_tracer("", sample=1.0, service="s", instance="i") as tracer:
         assert tracer.begin("x", kind="server", parent=PARENT).traceparent == PARENT
+
+
+@pytest.mark.parametrize(
+    "parent", ["0" * 200, "00-aa", f"{PARENT}\r\nNats-Rollup: all", f"{PARENT}\xe9"]
+)
+async def test_what_is_no_context_is_not_handed_on(parent: str) -> None:
+    async with open_tracer("", sample=1.0, service="s", instance="i") as tracer:
+        assert tracer.begin("x", kind="server", parent=parent).traceparent == ""
+
+
+async def test_a_context_of_any_length_breaks_no_connection(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    """It is sent within a job and as a header, for which a message has little room."""
+    async with sim_stack(nats_url, redis_url, tmp_path) as stack:
+        await stack.start()
+        headers = {"traceparent": "0" * 60_000}
+        body = stack.body("x " * 490_000)
+        answer = await stack.http.post(CHAT, json=body, headers=headers)
+        assert answer.status_code == 400, answer.text
+        assert "tokens" in answer.text
+
+
+@pytest.mark.slow
+async def test_a_collector_that_hangs_holds_up_no_end() -> None:
+    async def work() -> None:
+        async with open_tracer(url, sample=1.0, service="s", instance="i") as tracer:
+            for _ in range(1000):  # two batches
+                tracer.begin("x", kind="internal").end()
+
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        url = f"http://127.0.0.1:{hanging.getsockname()[1]}"
+        began = time.monotonic()
+        await asyncio.to_thread(asyncio.run, work())
+        assert CLOSE_S <= time.monotonic() - began < CLOSE_S + 1.5
 
 
 async def test_missing_packages_are_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -9,10 +10,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd_common.errors import UnavailableError
-from service_stack import eventually, picture, stream_text, text_of
+from epd_common.telemetry import exposition
+from epd_common.telemetry.exposition import serving_metrics
+from service_stack import BOUND_S, eventually, picture, stream_text, text_of
 from sim_stack import sim_stack
 
 
@@ -125,3 +129,35 @@ async def test_a_worker_whose_port_is_in_use_does_not_start(
             with pytest.raises(UnavailableError, match="EPD_METRICS_PORT"):
                 await worker.process.task
         stack.encoders.clear()
+
+
+async def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of them would keep a connection, and a page in memory, as long as it likes."""
+    monkeypatch.setattr(exposition, "REQUEST_S", 0.2)
+    registry = CollectorRegistry()
+    many = Gauge("many", "More than a socket takes.", ["number"], registry=registry)
+    for number in range(100_000):
+        many.labels(str(number) * 20)
+    async with serving_metrics(registry, host="127.0.0.1", port=0) as port:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            await eventually(lambda: answers() == 1, "it is answered")
+            await eventually(lambda: answers() == 0, "nobody waits for it")
+            got = await asyncio.to_thread(all_of, client)
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert int(head.rpartition(b"content-length: ")[2].split()[0]) > len(body)
+
+
+def answers() -> int:
+    """How many clients of pages of metrics are being answered."""
+    return sum("_Page.answer" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
+def all_of(client: socket.socket) -> bytes:
+    """What comes until the other side ends it, which must be soon."""
+    client.settimeout(BOUND_S)
+    pieces = []
+    with contextlib.suppress(ConnectionResetError):
+        while piece := client.recv(1 << 20):
+            pieces.append(piece)
+    return b"".join(pieces)

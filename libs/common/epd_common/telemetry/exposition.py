@@ -80,19 +80,21 @@ class _Page:
             async with asyncio.timeout(REQUEST_S):
                 head = await reader.readuntil(b"\r\n\r\n")
                 writer.write(self._response(head.decode("latin-1")))
-                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
             pass  # a client that does not ask, or does not read
         except Exception:
             logger.exception("metrics could not be collected")
         finally:
             self._open.discard(writer)
-            writer.close()
+            # What was not read by now is thrown away; closing would wait for the client without end.
+            writer.transport.abort()
 
     def close(self) -> None:
         """End the connections that are open."""
         for writer in list(self._open):
-            writer.close()
+            writer.transport.abort()
 
     def _response(self, head: str) -> bytes:
         method, _, rest = head.partition("\r\n")[0].partition(" ")

@@ -2,13 +2,15 @@
 
 Spans have times of their own, as most of what they tell is known only afterwards. Their context travels with
 the jobs, as W3C ``traceparent``. Without ``EPD_OTLP_ENDPOINT`` nothing is recorded, a client's context is
-handed on as it came, and OpenTelemetry is not even imported.
+handed on as it came, and OpenTelemetry is not even imported. What is no context goes no further than here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +19,7 @@ from epd_common.errors import UnavailableError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span as OtelSpan
     from opentelemetry.trace import Tracer as OtelTracer
 
@@ -25,6 +28,10 @@ Attributes = Mapping[str, str | int | float | bool]
 
 CLOSE_S = 3.0
 """Seconds in which the last spans are sent when a process ends; a collector is not waited for longer."""
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+"""Clients write it, and it goes into headers of messages, for which there is little room: one that is too
+long would cost the whole process its connection."""
 
 
 class Span:
@@ -73,7 +80,7 @@ class Tracer:
             at: When it began, in seconds since the Unix epoch; None: now.
         """
         del name, kind, at, attributes
-        return Span(parent)
+        return Span(parent if _TRACEPARENT.fullmatch(parent) else "")
 
 
 class _Recorded(Span):
@@ -183,9 +190,23 @@ async def open_tracer(
     try:
         yield _Recording(provider.get_tracer("epdflow"))
     finally:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await asyncio.to_thread(provider.shutdown)
+        await _shut(provider)
+
+
+async def _shut(provider: TracerProvider) -> None:
+    """Send the last spans, within ``CLOSE_S``."""
+    loop, sent = asyncio.get_running_loop(), asyncio.Event()
+
+    def shut() -> None:
+        provider.shutdown()
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(sent.set)
+
+    # None of the loop's own threads: its end would wait for each of their batches.
+    threading.Thread(target=shut, name="last spans", daemon=True).start()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_S):
+            await sent.wait()
 
 
 def _ns(seconds: float) -> int:

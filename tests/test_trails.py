@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 
 from epd_cli.explain import WIDTH, bar, explain, stages
 from epd_common.api_keys import ApiKey, hash_key
 from epd_common.errors import BadRequestError
+from epd_common.protocol import Item, ItemReceipt, Media, Receipt, subjects
+from epd_common.requester import SentRequest
 from epd_gateway.trails import KEPT, SHORT_ITEMS, Trail, Trails
 from service_stack import CHAT, ServiceStack, bare_stack, eventually, picture
 from sim_stack import SimStack, sim_stack
@@ -150,6 +156,24 @@ async def test_epd_explain_shows_the_stages(
         await explain(nats_url, "a.b", as_json=False)
 
 
+async def test_gateways_answer_no_question_to_a_subject_of_the_system(
+    stack: SimStack,
+) -> None:
+    """Whoever asks could have them publish what he may not."""
+    request_id = (await stack.ask("x")).headers["x-request-id"]
+    heard: list[str] = []
+
+    async def note(message: Msg) -> None:
+        heard.append(message.subject)
+
+    own, foreign = stack.bus.client.new_inbox(), subjects.cancel_subject("x")
+    async with stack.bus.listening(own, note), stack.bus.listening(foreign, note):
+        for reply in (foreign, own):
+            await stack.bus.emit_bytes(subjects.explain_subject(request_id), b"", reply)
+        await eventually(lambda: own in heard, "the question is answered")
+    assert heard == [own]
+
+
 @pytest.mark.slow
 async def test_epd_explain_says_that_nobody_knows_it(
     stack: SimStack, nats_url: str, capsys: pytest.CaptureFixture[str]
@@ -205,6 +229,66 @@ def test_a_tenant_finds_its_own() -> None:
     assert trails.find("x", tenant="b") is None
     assert trails.find("x", tenant="a") is trails.find("x") is not None
     assert trails.latest(9, tenant="b") == []
+
+
+def sent(reply: Any = None, **receipt: Any) -> SentRequest:
+    """A request with one item, and what a PD worker has said of it."""
+    worker = {"worker": "p", "node": "n", "attempt": 1, "queued_s": 0.0}
+    known = Receipt(**worker | receipt) if receipt else None
+    item = Item(key="k", media=Media(ref="r"))
+    reply = reply or SimpleNamespace(receipt=known)
+    return SentRequest(reply, [item], ["encoded"], 0.1, 0.2, "any")
+
+
+def ended(**receipt: Any) -> Trail:
+    one = trail("x")
+    one.sent(sent(**receipt))
+    one.end(200, "answered")
+    return one
+
+
+@pytest.mark.parametrize(
+    "receipt",
+    [
+        {"queued_s": math.nan},
+        {"ended_s": math.inf},
+        {"queued_s": 1.7e308, "ended_s": 1.7e308},
+        {"worker": "p" * 100_000},
+        {"node": "n" * 100_000},
+        {"items": [ItemReceipt(key="k", encode_s=math.nan)]},
+        {"items": [ItemReceipt(key="k", pinned_s=-math.inf)]},
+        {"items": [ItemReceipt(key="k", encoder="e" * 100_000)]},
+        {"items": [ItemReceipt(key="k", store="s" * 100_000)]},
+        {"items": [ItemReceipt(key=str(n)) for n in range(1000)]},
+    ],
+)
+def test_a_receipt_that_cannot_be_is_not_told(receipt: dict[str, Any]) -> None:
+    one = ended(**receipt)
+    shown = one.shown()
+    assert len(json.dumps(shown, allow_nan=False)) < 2000
+    assert shown["pd"] is None and shown["items"][0]["origin"] == "encoded"
+
+
+def test_a_header_is_plain_whatever_names_there_are() -> None:
+    told = ended(worker="pd-\u4f60\u597d", node="k\u00f6ln").short()
+    assert told.isascii() and json.loads(told)["pd"]["node"] == "k\u00f6ln"
+
+
+def test_a_trail_that_has_ended_keeps_no_reply() -> None:
+    """It has each token of the answer."""
+
+    class Reply:
+        receipt = None
+
+    reply = Reply()
+    gone = weakref.ref(reply)
+    one = trail("x")
+    one.sent(sent(reply))
+    one.end(200, "answered")
+    one.end(200, "answered")
+    del reply
+    assert gone() is None
+    assert one.shown()["placement"] == "any" and one.shown()["items"][0]["key"] == "k"
 
 
 def test_bars_stand_within_their_axis() -> None:

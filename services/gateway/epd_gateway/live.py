@@ -102,7 +102,7 @@ async def explaining(bus: Bus, trails: Trails, *, gateway: str) -> AsyncIterator
 
     async def on_question(message: Msg) -> None:
         trail = trails.find(message.subject.rpartition(".")[2])
-        if trail is not None and message.reply:
+        if trail is not None and subjects.is_inbox(message.reply):
             known = trail.shown() | {"gateway": gateway, "tenant": trail.tenant}
             await bus.emit_bytes(message.reply, json.dumps(known).encode())
 

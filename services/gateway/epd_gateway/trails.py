@@ -6,14 +6,18 @@ receipt says is moved to it by when the job was published here and how long it w
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from typing import Any, NamedTuple
 
-import msgspec
-
 from epd_common.errors import EpdError, openai_body
 from epd_common.protocol import Item, ItemReceipt, Receipt
-from epd_common.requester import SentRequest
+from epd_common.replies import Reply
+from epd_common.requester import ItemOrigin, SentRequest
+from epd_gateway.credible import credible
+
+logger = logging.getLogger(__name__)
 
 KEPT = 500
 """Requests that are remembered, the latest."""
@@ -31,6 +35,16 @@ class Times(NamedTuple):
     first: float | None
 
 
+class Published(NamedTuple):
+    """What is remembered of a request whose jobs are published; see :class:`SentRequest`."""
+
+    items: list[Item]
+    origins: list[ItemOrigin]
+    ingested: float
+    published: float
+    placed: str
+
+
 class Trail:
     """What became of one request."""
 
@@ -42,6 +56,7 @@ class Trail:
         "_first",
         "_model",
         "_receipt",
+        "_reply",
         "_route",
         "_sent",
         "_stream",
@@ -73,7 +88,9 @@ class Trail:
         self._stream = stream
         self._began = started
         self._arrived = time.time() - (time.monotonic() - started)
-        self._sent: SentRequest | None = None
+        self._sent: Published | None = None
+        self._reply: Reply | None = None
+        """Until its end only: it holds each token of the answer."""
         self._first: float | None = None
         self._ended: float | None = None
         self.status = 0
@@ -83,7 +100,8 @@ class Trail:
 
     def sent(self, sent: SentRequest) -> None:
         """Its jobs are published."""
-        self._sent = sent
+        self._reply = sent.reply
+        self._sent = Published(sent.items, sent.origins, sent.ingested, sent.published, sent.placed)
 
     def first(self) -> None:
         """The first byte of its answer goes to the client."""
@@ -95,8 +113,9 @@ class Trail:
 
     def end(self, status: int, state: str) -> None:
         self.status, self.state, self._ended = status, state, time.monotonic()
-        if self._sent is not None:
-            self._receipt = self._sent.reply.receipt
+        if self._reply is not None:
+            self._told(self._reply.receipt)
+            self._reply = None
 
     @property
     def code(self) -> str:
@@ -138,7 +157,20 @@ class Trail:
         """As one line for a header, with the first few items."""
         shown = self.shown()
         shown["items"] = shown["items"][:SHORT_ITEMS]
-        return msgspec.json.encode(shown).decode("ascii", "replace")
+        return json.dumps(shown, separators=(",", ":"))
+
+    def _told(self, receipt: Receipt | None) -> None:
+        """The PD worker's word on it."""
+        if self._sent is None or receipt is None:
+            return
+        if credible(receipt, items=len(self._sent.items)):
+            self._receipt = receipt
+        else:
+            logger.warning(
+                "the receipt of worker %.64r cannot be, and is not shown",
+                receipt.worker,
+                extra={"request_id": self.request_id},
+            )
 
     def _items(self, pulled: float) -> list[dict[str, Any]]:
         sent, receipt = self._sent, self._receipt

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -35,6 +36,7 @@ from epd_common.protocol import (
     Media,
     ReplyData,
     ReplyEnd,
+    ReplyError,
     ReplyHead,
     decode,
     subjects,
@@ -831,8 +833,8 @@ class Frames:
         self.seq += 1
         return {"request_id": "r1", "attempt": self.attempt, "seq": self.seq - 1}
 
-    async def head(self) -> None:
-        head = ReplyHead(**self._next(), status=200, content_type=EVENT_STREAM)
+    async def head(self, **fields: Any) -> None:
+        head = ReplyHead(**self._next(), **{"status": 200, "content_type": EVENT_STREAM} | fields)
         await self._bus.emit(self._inbox, head)
 
     async def data(self, data: bytes) -> None:
@@ -881,6 +883,43 @@ async def test_fc23_frames_of_an_older_attempt_are_dropped(expected: tuple[Reply
     await worker.end()
     assert (await reply.head()).attempt == 2
     assert await _all_data(reply) == b"newer"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"status": 0},
+        {"status": 101},
+        {"status": 99_999},
+        {"content_type": f"{EVENT_STREAM}\r\nset-cookie: a=b"},
+        {"content_type": f"{EVENT_STREAM}; \u4f60"},
+        {"content_type": f"{EVENT_STREAM}; {'x' * 100_000}"},
+        {"worker": "\u4f60"},
+        {"worker": "w" * 100_000},
+        {"worker": "w\r\nset-cookie: a=b"},
+    ],
+)
+async def test_a_head_that_cannot_be_one_is_an_error(
+    expected: tuple[Reply, Frames], fields: dict[str, Any]
+) -> None:
+    """Put into an HTTP answer it would cost the client the connection, with no word why."""
+    reply, worker = expected
+    await worker.head(**fields)
+    with pytest.raises(UpstreamError, match="the head of the answer is none"):
+        await reply.head()
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e300])
+async def test_a_wait_that_cannot_be_is_not_asked_of_clients(
+    expected: tuple[Reply, Frames], seconds: float
+) -> None:
+    reply, worker = expected
+    names = {"request_id": "r1", "attempt": 1, "seq": 0}
+    error = ReplyError(**names, status=500, code="c", message="m", retry_after_s=seconds)
+    await worker._bus.emit(reply.inbox, error)
+    with pytest.raises(EpdError) as raised:
+        await reply.head()
+    assert raised.value.headers() == {}
 
 
 async def test_doubled_frames_count_once(expected: tuple[Reply, Frames]) -> None:

@@ -15,10 +15,11 @@ from nats.aio.msg import Msg
 
 from epd_cli.explain import WIDTH, bar, explain, stages
 from epd_common.api_keys import ApiKey, hash_key
-from epd_common.errors import BadRequestError
-from epd_common.protocol import Item, ItemReceipt, Media, Receipt, subjects
+from epd_common.errors import BadRequestError, UpstreamError
+from epd_common.protocol import Item, ItemReceipt, Media, Receipt, ReplyHead, subjects
 from epd_common.requester import SentRequest
-from epd_gateway.trails import KEPT, SHORT_ITEMS, Trail, Trails
+from epd_gateway import relay
+from epd_gateway.trails import KEPT, LONGEST, SHORT_ITEMS, Trail, Trails
 from service_stack import CHAT, ServiceStack, bare_stack, eventually, picture
 from sim_stack import SimStack, sim_stack
 
@@ -174,6 +175,19 @@ async def test_gateways_answer_no_question_to_a_subject_of_the_system(
     assert heard == [own]
 
 
+async def test_a_fault_of_the_gateway_is_not_called_a_cancel(
+    stack: SimStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(sent: SentRequest, head: ReplyHead) -> dict[str, str]:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(relay, "_headers", broken)
+    assert (await stack.ask("x")).status_code == 500
+    (latest,) = (await stack.http.get("/ui/api/live")).json()["requests"]
+    trail = await ended_trail(stack, latest["request_id"])
+    assert (trail["state"], trail["status"]) == ("failed", 500)
+
+
 @pytest.mark.slow
 async def test_epd_explain_says_that_nobody_knows_it(
     stack: SimStack, nats_url: str, capsys: pytest.CaptureFixture[str]
@@ -289,6 +303,29 @@ def test_a_trail_that_has_ended_keeps_no_reply() -> None:
     del reply
     assert gone() is None
     assert one.shown()["placement"] == "any" and one.shown()["items"][0]["key"] == "k"
+
+
+def test_a_trail_keeps_nothing_of_where_its_error_came_from() -> None:
+    """Those places have the request's body, with all its pictures."""
+
+    class Body:
+        pass
+
+    def fail(body: Body) -> None:
+        raise UpstreamError("m" * 100_000, code="c", stage="generate")
+
+    body = Body()
+    gone = weakref.ref(body)
+    one = trail("x")
+    try:
+        fail(body)
+    except UpstreamError as error:
+        one.failed(error)
+    del body
+    assert gone() is None
+    told = one.shown()["error"]
+    assert (told["status"], told["code"], told["stage"]) == (502, "c", "generate")
+    assert len(told["message"]) == LONGEST
 
 
 def test_bars_stand_within_their_axis() -> None:

@@ -92,6 +92,8 @@ class Relay(Response):
             try:
                 await end(relaying, watching)
             finally:  # also where this is cancelled a second time
+                if relaying.done() and not relaying.cancelled() and relaying.exception():
+                    self._status = EpdError.status
                 ended = outcome(self._status)
                 self._entry.end(ended)
                 # A stream that is cut off had its status before.

@@ -11,7 +11,7 @@ import logging
 import time
 from typing import Any, NamedTuple
 
-from epd_common.errors import EpdError, openai_body
+from epd_common.errors import EpdError
 from epd_common.protocol import Item, ItemReceipt, Receipt
 from epd_common.replies import Reply
 from epd_common.requester import ItemOrigin, SentRequest
@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 KEPT = 500
 """Requests that are remembered, the latest."""
+
+LONGEST = 1000
+"""Characters of what is remembered of an error, each part."""
 
 SHORT_ITEMS = 8
 """Items of a trail that is told in a header, which must stay small."""
@@ -95,7 +98,7 @@ class Trail:
         self._ended: float | None = None
         self.status = 0
         self.state = "open"
-        self._error: EpdError | None = None
+        self._error: dict[str, Any] | None = None
         self._receipt: Receipt | None = None
 
     def sent(self, sent: SentRequest) -> None:
@@ -109,7 +112,8 @@ class Trail:
             self._first = time.monotonic()
 
     def failed(self, error: EpdError) -> None:
-        self._error = error
+        # Not the error itself: behind it are all frames it came through, with the request's body.
+        self._error = _error(error)
 
     def end(self, status: int, state: str) -> None:
         self.status, self.state, self._ended = status, state, time.monotonic()
@@ -120,7 +124,7 @@ class Trail:
     @property
     def code(self) -> str:
         """Of the error with which it ended; the status where nothing more is known."""
-        return str(self._error.code if self._error is not None else self.status)
+        return str(self.status if self._error is None else self._error["code"])
 
     def times(self) -> Times:
         sent = self._sent
@@ -148,7 +152,7 @@ class Trail:
             "placement": sent.placed if sent else "",
             "first_s": self._since(self._first),
             "ended_s": self._since(self._ended),
-            "error": _error(self._error),
+            "error": self._error,
             "pd": _worker(receipt, pulled) if receipt is not None else None,
             "items": self._items(pulled),
         }
@@ -267,13 +271,10 @@ def _moved(seconds: float | None, pulled: float) -> float | None:
     return None if seconds is None else round(seconds + pulled, 6)
 
 
-def _error(error: EpdError | None) -> dict[str, Any] | None:
-    if error is None:
-        return None
-    shown = openai_body(error)["error"]
+def _error(error: EpdError) -> dict[str, Any]:
     return {
         "status": error.status,
-        "code": shown["code"],
-        "message": shown["message"],
-        "stage": error.stage or "",
+        "code": str(error.code)[:LONGEST],
+        "message": error.message[:LONGEST],
+        "stage": (error.stage or "")[:LONGEST],
     }

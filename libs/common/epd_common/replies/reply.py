@@ -25,6 +25,7 @@ from epd_common.protocol import (
     ReplyError,
     ReplyHead,
     ResumeRequest,
+    subjects,
 )
 from epd_common.protocol.replies import ReplyFrame
 
@@ -44,6 +45,11 @@ LOOK_S = 0.25
 
 SILENCE_S = 5.0
 """A reply from which nothing came for so long may have lost its last frames."""
+
+MOST_TYPE_CHARACTERS = 128
+"""Of a content type."""
+
+MOST_RETRY_S = 86_400.0
 
 ASKED_TIMES = 8
 """A gap is asked for so often before the request is given up; the time between grows to ``SILENCE_S``."""
@@ -115,6 +121,8 @@ class Reply:
         frame = await self._next()
         if not isinstance(frame, ReplyHead):
             raise UpstreamError("the answer did not begin with its head", stage="generate")
+        if not _is_head(frame):
+            raise UpstreamError("the head of the answer is none", stage="generate")
         return frame
 
     async def data(self) -> AsyncIterator[bytes]:
@@ -332,6 +340,17 @@ class Reply:
         return frame
 
 
+def _is_head(frame: ReplyHead) -> bool:
+    """Whether an HTTP answer can begin with it; a worker in any language may have written it."""
+    return (
+        200 <= frame.status <= 599
+        and len(frame.content_type) <= MOST_TYPE_CHARACTERS
+        and frame.content_type.isascii()
+        and frame.content_type.isprintable()
+        and (not frame.worker or subjects.is_worker(frame.worker))
+    )
+
+
 def _failure_of(frame: ReplyError) -> EpdError:
     return from_status(
         frame.status,
@@ -340,7 +359,7 @@ def _failure_of(frame: ReplyError) -> EpdError:
         stage=frame.stage or None,
         key=frame.key or None,
         param=frame.param or None,
-        retry_after_s=frame.retry_after_s or None,
+        retry_after_s=frame.retry_after_s if 0 < frame.retry_after_s <= MOST_RETRY_S else None,
     )
 
 

@@ -486,3 +486,23 @@ def test_keys_differ_in_every_part() -> None:
 )
 def test_fc34_not_a_key(text: str) -> None:
     assert not is_key(text)
+
+
+@pytest.mark.parametrize(
+    "receipt",
+    [
+        5,
+        [],
+        {"worker": 5},
+        {"worker": "w", "node": "n", "attempt": 1, "queued_s": 0.0, "items": [{"rescue": "new"}]},
+    ],
+)
+def test_a_receipt_that_is_none_costs_no_answer(receipt: object) -> None:
+    """It is told for people; a newer worker may have another way to say it."""
+    names = {"v": 1, "request_id": "r", "attempt": 1, "seq": 2}
+    end = decode_reply(msgspec.msgpack.encode({"t": "end", **names, "receipt": receipt}))
+    assert end == ReplyEnd(request_id="r", attempt=1, seq=2)
+    error = {"t": "error", **names, "status": 500, "code": "c", "message": "m", "receipt": receipt}
+    assert decode_reply(msgspec.msgpack.encode(error)).receipt is None  # type: ignore[union-attr]
+    with pytest.raises(ProtocolError, match="seq"):
+        decode_reply(msgspec.msgpack.encode({"t": "end", **names, "seq": "2", "receipt": receipt}))

@@ -17,7 +17,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from epd_common.errors import UnavailableError
-from epd_common.telemetry.traces import CLOSE_S, open_tracer
+from epd_common.telemetry.traces import CLOSE_S, MOST_CHARACTERS, open_tracer
 from service_stack import CHAT, picture
 from sim_stack import sim_stack
 
@@ -143,6 +143,14 @@ async def test_a_share_of_the_traces_is_recorded(collector: Collector) -> None:
     part, last = (span for _, span in collector.spans)
     assert part.end_time_unix_nano - part.start_time_unix_nano == 1_000_000_000
     assert value_of(last, "error.type") == "broken" and last.status.code == 2
+
+
+async def test_long_texts_are_cut(collector: Collector) -> None:
+    """Jobs may come from anywhere, and thousands of spans wait to be sent."""
+    async with open_tracer(collector.url, sample=1.0, service="s", instance="i") as tracer:
+        tracer.begin("x", kind="internal", attributes={"a": "b" * 100_000}).end(error="c" * 10_000)
+    ((_, span),) = collector.spans
+    assert max(len(pair.value.string_value) for pair in span.attributes) == MOST_CHARACTERS
 
 
 async def test_without_a_collector_contexts_are_handed_on() -> None:

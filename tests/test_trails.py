@@ -182,9 +182,9 @@ async def test_a_fault_of_the_gateway_is_not_called_a_cancel(
         raise RuntimeError("a fault")
 
     monkeypatch.setattr(relay, "_headers", broken)
-    assert (await stack.ask("x")).status_code == 500
-    (latest,) = (await stack.http.get("/ui/api/live")).json()["requests"]
-    trail = await ended_trail(stack, latest["request_id"])
+    answer = await stack.ask("x")
+    assert answer.status_code == 500
+    trail = await ended_trail(stack, answer.headers["x-request-id"])
     assert (trail["state"], trail["status"]) == ("failed", 500)
 
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from epd_common.errors import UnavailableError
 from epd_common.telemetry import exposition
-from epd_common.telemetry.exposition import serving_metrics
+from epd_common.telemetry.exposition import MOST_CONNECTIONS, serving_metrics
 from service_stack import BOUND_S, eventually, picture, stream_text, text_of
 from sim_stack import sim_stack
 
@@ -146,6 +146,17 @@ async def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyP
             got = await asyncio.to_thread(all_of, client)
     head, _, body = got.partition(b"\r\n\r\n")
     assert int(head.rpartition(b"content-length: ")[2].split()[0]) > len(body)
+
+
+async def test_clients_that_do_not_ask_keep_nobody_out() -> None:
+    async with serving_metrics(CollectorRegistry(), host="127.0.0.1", port=0) as port:
+        with contextlib.ExitStack() as idle:
+            for _ in range(MOST_CONNECTIONS + 1):
+                idle.enter_context(socket.create_connection(("127.0.0.1", port)))
+            await eventually(lambda: answers() == MOST_CONNECTIONS, "as many as may be are open")
+            async with httpx.AsyncClient() as client:
+                asked = await client.get(f"http://127.0.0.1:{port}/metrics")
+            assert asked.status_code == 200
 
 
 def answers() -> int:

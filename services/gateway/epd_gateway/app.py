@@ -48,7 +48,7 @@ from epd_gateway.metrics import GatewayMetrics
 from epd_gateway.openapi import openapi_document
 from epd_gateway.page import add_page_routes
 from epd_gateway.relay import CLIENT_GONE, Relay, outcome
-from epd_gateway.request_ids import NameRequests, request_id_of
+from epd_gateway.request_ids import HEADER, NameRequests, request_id_of
 from epd_gateway.settings import GatewaySettings
 from epd_gateway.short_way import ShortWay
 from epd_gateway.stored_responses import add_stored_response_routes
@@ -347,5 +347,12 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> JSONResponse:
-        logger.error("unexpected error in %s", request.url.path, exc_info=error)
-        return _error_response(EpdError("an unexpected error in the gateway; its log says more"))
+        logger.error(
+            "unexpected error in %s",
+            request.url.path,
+            exc_info=error,
+            extra={"request_id": request_id_of(request)},
+        )
+        answer = _error_response(EpdError("an unexpected error in the gateway; its log says more"))
+        answer.headers[HEADER] = request_id_of(request)  # this is outside of what names them
+        return answer

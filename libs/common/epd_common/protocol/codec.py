@@ -93,14 +93,25 @@ def decode(data: bytes, *types: type[M]) -> M:
 
 
 def decode_reply(data: bytes) -> ReplyFrame | ResumeRequest:
-    """Decode what comes to a requester's inbox: a frame of a reply, or a question about it."""
+    """Decode what comes to a requester's inbox: a frame of a reply, or a question about it. A receipt that
+    cannot be read is left out, as it is not worth an answer."""
     try:
-        found = _reply_decoder.decode(data)
+        try:
+            found = _reply_decoder.decode(data)
+        except msgspec.ValidationError:
+            found = _reply_decoder.decode(_without_receipt(data))
     except _UNREADABLE as error:
         raise ProtocolError(_explain(data, _OF_REPLIES, error)) from error
     if found.v != VERSION:
         raise ProtocolError(_wrong_version(found.v))
     return found
+
+
+def _without_receipt(data: bytes) -> bytes:
+    frame = msgspec.msgpack.decode(data)
+    if isinstance(frame, dict):
+        frame.pop("receipt", None)
+    return msgspec.msgpack.encode(frame)
 
 
 def _explain(data: bytes, types: tuple[type[M], ...], error: Exception) -> str:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 REQUEST_S = 5.0
 MOST_HEAD_BYTES = 8192
 MOST_CONNECTIONS = 16
-"""Scrapers are few; whoever comes beyond that is turned away."""
+"""Scrapers are few, and ask at once; beyond that the one who came first is let go."""
 
 
 @contextlib.asynccontextmanager
@@ -69,13 +69,14 @@ class EngineMetrics(Collector):
 class _Page:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._open: set[asyncio.StreamWriter] = set()
+        self._open: dict[asyncio.StreamWriter, None] = {}
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open) >= MOST_CONNECTIONS:
-            writer.close()
-            return
-        self._open.add(writer)
+            first = next(iter(self._open))
+            del self._open[first]
+            first.transport.abort()
+        self._open[writer] = None
         try:
             async with asyncio.timeout(REQUEST_S):
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -87,7 +88,7 @@ class _Page:
         except Exception:
             logger.exception("metrics could not be collected")
         finally:
-            self._open.discard(writer)
+            self._open.pop(writer, None)
             # What was not read by now is thrown away; closing would wait for the client without end.
             writer.transport.abort()
 

@@ -29,6 +29,9 @@ Attributes = Mapping[str, str | int | float | bool]
 CLOSE_S = 3.0
 """Seconds in which the last spans are sent when a process ends; a collector is not waited for longer."""
 
+MOST_CHARACTERS = 256
+"""Of a text in a span; more is cut off."""
+
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """Clients write it, and it goes into headers of messages, for which there is little room: one that is too
 long would cost the whole process its connection."""
@@ -172,7 +175,7 @@ async def open_tracer(
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
     except ImportError as error:
@@ -182,6 +185,7 @@ async def open_tracer(
         ) from error
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(sample)),
+        span_limits=SpanLimits(max_span_attribute_length=MOST_CHARACTERS),
         resource=Resource.create({"service.name": service, "service.instance.id": instance}),
         shutdown_on_exit=False,
     )

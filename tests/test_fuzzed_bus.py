@@ -88,8 +88,8 @@ class Fuzz:
         self.sent: Counter[str] = Counter()
         self.buried = 0
         self.answers: dict[str, list[Any]] = {}
-        self.owed: set[str] = set()
-        """Inboxes of malformed jobs."""
+        self.owed: dict[str, bytes] = {}
+        """Malformed jobs, by their inboxes."""
         self.prefix = f"_INBOX.fuzz-{secrets.token_hex(4)}"
         self.records: set[str] = set()
         self.gateway_inboxes: list[str] = []
@@ -126,7 +126,7 @@ class Fuzz:
         if is_malformed(raw, self.stack.model):
             self.buried += 1
             if names_inbox(raw, inbox):
-                self.owed.add(inbox)
+                self.owed[inbox] = raw
         return subjects.generate_subject(self.stack.model, "l0"), raw
 
     def encode(self) -> tuple[str, bytes]:
@@ -279,9 +279,9 @@ async def test_thousands_of_mutated_messages_on_every_subject(stack: SimStack) -
 
     # Whoever could be told was told.
     assert len(fuzz.owed) > 500
-    for inbox in fuzz.owed:
+    for inbox, raw in fuzz.owed.items():
         frames = fuzz.answers.get(inbox, [])  # twice where its burial took long
-        assert {frame.code for frame in frames} == {"malformed_message"}, (inbox, frames)
+        assert {frame.code for frame in frames} == {"malformed_message"}, (raw, frames)
     letters = Counter([letter.letter.stage async for letter in DeadLetters(stack.bus).all()])
     assert letters["generate"] >= fuzz.buried > 1000
     assert letters["encode"] > 1000

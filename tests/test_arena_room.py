@@ -26,6 +26,7 @@ KEY = "a" * 64
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["arena", "sim", "vllm"])
 def test_a_full_file_system_makes_room_again(tmp_path: Path, writer: str) -> None:
     """A real tmpfs of 8 MiB, of which another has 5, for an arena that may hold 1 GiB."""

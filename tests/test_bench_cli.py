@@ -83,6 +83,7 @@ def files_below(folder: Path) -> list[str]:
     return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 async def test_goodput_from_the_command_line(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

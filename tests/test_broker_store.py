@@ -50,6 +50,7 @@ def test_a_server_that_was_well_for_long_is_quick_again() -> None:
     assert restarts(watch, "no room", 1000, 10) == [UNUSABLE_S]
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_well_says_nothing(tmp_path: Path) -> None:
     async with embedded_brokers(tmp_path, redis=False) as brokers:
         assert await brokers.nats.problem() == ""

@@ -491,6 +491,7 @@ async def test_an_idle_worker_sees_every_lane(bus: Bus, model: str, slots: int) 
                 puller.release()
 
 
+@pytest.mark.slow
 async def test_the_last_lane_never_gets_all_slots(bus: Bus, model: str) -> None:
     """However many of its jobs wait, and however long those take that run."""
     async with pulling(bus, model, 8, last_lane_slots=5) as puller:
@@ -975,6 +976,7 @@ def test_no_record_lives_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not view.alive
 
 
+@pytest.mark.slow
 async def test_the_registry_outlives_a_restart_of_the_broker(own: Brokers, model: str) -> None:
     async with Bus(own.nats_url, name="worker") as worker, Bus(own.nats_url, name="gate") as gate:
         await declare_streams(worker, max_jobs=10)

@@ -1210,6 +1210,7 @@ async def test_a_picture_that_kills_engines_is_not_handed_on(
         assert text_of(await stack.ask("the rest", one)) == answer_text("the rest", one)
 
 
+@pytest.mark.slow
 async def test_fc09_what_a_full_arena_refuses_leaves_nothing_behind(
     stack: ServiceStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

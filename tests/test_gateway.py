@@ -592,6 +592,7 @@ async def own_brokers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["nats", "redis"])
 async def test_a_broker_that_goes_and_comes_back(
     own_brokers: Brokers, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch

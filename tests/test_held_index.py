@@ -248,6 +248,7 @@ def farthest(stack: ServiceStack, messages: list[dict[str, Any]]) -> Worker:
     return next(pd for pd in stack.pds if pd.id == name)
 
 
+@pytest.mark.slow
 async def test_requests_go_to_who_says_it_holds_their_beginning(stack: ServiceStack) -> None:
     messages = stack.body(LONG)["messages"]
     far = farthest(stack, messages)

@@ -80,6 +80,7 @@ def read(lines: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines.getvalue().splitlines()]
 
 
+@pytest.mark.slow
 async def test_lines_about_a_job_name_its_request_and_its_item(
     nats_url: str, redis_url: str, tmp_path: Path, log_lines: io.StringIO
 ) -> None:

@@ -264,6 +264,7 @@ async def test_a_draining_owner_takes_no_more(stack: ServiceStack) -> None:
     await small.process.stop()
 
 
+@pytest.mark.slow
 async def test_a_job_that_a_dead_owner_had_comes_to_another(stack: ServiceStack) -> None:
     """Its worker stopped without a word: as when the process is killed, only the silence tells."""
     home = await stack.bus.js.consumer_info(

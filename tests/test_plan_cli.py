@@ -52,6 +52,7 @@ def of(plan: dict[str, Any], system: str) -> dict[str, Any]:
 # -- what it advises -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["text", "image-light"])
 async def test_no_encoders_of_their_own_where_there_is_little_to_encode(
     workload: str, capsys: pytest.CaptureFixture[str]
@@ -108,6 +109,7 @@ async def test_one_gpu_cannot_be_split(capsys: pytest.CaptureFixture[str]) -> No
     assert "split cannot keep the SLO" in plan["why"]
 
 
+@pytest.mark.slow
 async def test_as_few_gpus_as_a_rate_needs(capsys: pytest.CaptureFixture[str]) -> None:
     rate = ("--workload", "azure", "--rate")
     some, more = [await planned(capsys, *rate, number) for number in ("5", "15")]

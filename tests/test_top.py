@@ -264,6 +264,7 @@ async def test_nobody_has_started_yet(tmp_path: Path) -> None:
     assert "nobody is there" in text and "models: none ready" in text
 
 
+@pytest.mark.slow
 async def test_one_frame_of_services_with_jobs_in_their_queues(tmp_path: Path) -> None:
     """With an operator's rights."""
     async with (
@@ -296,6 +297,7 @@ async def _waits(stack: SimStack) -> bool:
     return await stack.busy(stack.encoders[0]) > 0
 
 
+@pytest.mark.slow
 async def test_rates_are_seen(nats_url: str, redis_url: str, tmp_path: Path) -> None:
     async with sim_stack(nats_url, redis_url, tmp_path) as stack:
         await stack.start()
@@ -317,6 +319,7 @@ async def test_rates_are_seen(nats_url: str, redis_url: str, tmp_path: Path) -> 
             assert await watching == 0
 
 
+@pytest.mark.slow
 async def test_it_says_that_nats_is_away_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
     async with embedded_brokers(tmp_path) as brokers:
         async with sim_stack(brokers.nats_url, brokers.redis_url, tmp_path) as stack:

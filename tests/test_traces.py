@@ -82,6 +82,7 @@ def value_of(span: Any, name: str) -> Any:
     return getattr(value, value.WhichOneof("value"))
 
 
+@pytest.mark.slow
 async def test_one_trace_goes_through_all_services(
     collector: Collector, nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:

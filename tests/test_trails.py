@@ -117,6 +117,7 @@ async def test_the_latest_come_first_and_an_error_says_its_stage(stack: SimStack
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "request_not_found")
 
 
+@pytest.mark.slow
 async def test_a_lost_embedding_shows_that_it_was_ordered_again(stack: SimStack) -> None:
     data = picture()
     await stack.ask("first", data)
@@ -138,6 +139,7 @@ async def test_an_answer_explains_itself_where_it_is_asked_to(stack: SimStack) -
     assert len(told["items"]) == SHORT_ITEMS
 
 
+@pytest.mark.slow
 async def test_epd_explain_shows_the_stages(
     stack: SimStack, nats_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ async def page(port: int) -> Page:
         return Page((await client.get(f"http://127.0.0.1:{port}/metrics")).text)
 
 
+@pytest.mark.slow
 async def test_what_services_show_of_a_few_requests(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ async def test_a_worker_whose_port_is_in_use_does_not_start(
         stack.encoders.clear()
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each of them would keep a connection, and a page in memory, as long as it likes."""
     monkeypatch.setattr(exposition, "REQUEST_S", 0.2)

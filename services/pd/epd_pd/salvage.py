@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import msgspec
 
 from epd_common.bus import Bus
 from epd_common.protocol import GenerateJob, ProtocolError
+from epd_common.protocol.codec import UNREADABLE
 from epd_common.protocol.subjects import MAX_INBOX, is_inbox, is_request_id
 from epd_pd.frames import FrameWriter
 
@@ -36,13 +38,24 @@ def check_job(job: GenerateJob, model: str) -> None:
         raise ProtocolError(f"'model' is {job.model[:80]!r}, but this queue is that of {model!r}")
 
 
+def _address(data: bytes) -> _Address | None:
+    with contextlib.suppress(*UNREADABLE):
+        return msgspec.msgpack.decode(data, type=_Address)
+    with contextlib.suppress(*UNREADABLE):
+        # A key that is no text, as a turned bit makes one, makes a map no message; its inbox is there.
+        return msgspec.convert(_texts(msgspec.msgpack.decode(data)), _Address)
+    return None
+
+
+def _texts(found: object) -> dict[str, object]:
+    items = found.items() if isinstance(found, dict) else ()
+    return {key: value for key, value in items if isinstance(key, str)}
+
+
 def writer_for_undone(bus: Bus, data: bytes, *, attempt: int, worker: str) -> FrameWriter | None:
     """A writer to the inbox that a job names, however malformed the rest is; None if it names none."""
-    try:
-        address = msgspec.msgpack.decode(data, type=_Address)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    if not is_inbox(address.inbox):
+    address = _address(data)
+    if address is None or not is_inbox(address.inbox):
         return None
     return FrameWriter(
         bus,

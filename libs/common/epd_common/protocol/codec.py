@@ -43,7 +43,7 @@ MESSAGES: tuple[type[Message], ...] = (
 )
 """Every message of the protocol. Nothing outside this list is ever decoded."""
 
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises for bytes that anybody may send; the last for arrays nested too deep."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -85,7 +85,7 @@ def decode(data: bytes, *types: type[M]) -> M:
         decoder = _decoders.setdefault(types, msgspec.msgpack.Decoder(union))
     try:
         message = decoder.decode(data)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ProtocolError(_explain(data, types, error)) from error
     if message.v != VERSION:
         raise ProtocolError(_wrong_version(message.v))
@@ -100,7 +100,7 @@ def decode_reply(data: bytes) -> ReplyFrame | ResumeRequest:
             found = _reply_decoder.decode(data)
         except msgspec.ValidationError:
             found = _reply_decoder.decode(_without_receipt(data))
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ProtocolError(_explain(data, _OF_REPLIES, error)) from error
     if found.v != VERSION:
         raise ProtocolError(_wrong_version(found.v))
@@ -118,7 +118,7 @@ def _explain(data: bytes, types: tuple[type[M], ...], error: Exception) -> str:
     expected = " or ".join(repr(t.__struct_config__.tag) for t in types)
     try:
         envelope = msgspec.msgpack.decode(data, type=_Envelope)
-    except _UNREADABLE:
+    except UNREADABLE:
         return f"expected a MessagePack map with 't' and 'v' (message {expected}): {error}"
     if envelope.v != VERSION:
         return _wrong_version(envelope.v)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from epd_cli.connect import operator_bus
 from epd_cli.visible import cell, visible
-from epd_common.errors import BadRequestError
+from epd_common.errors import BadRequestError, UnavailableError
 from epd_common.protocol import subjects
 
 WITHIN_S = 2.0
@@ -38,13 +38,17 @@ async def explain(nats_url: str, request_id: str, *, as_json: bool) -> int:
             answer = await bus.client.request(
                 subjects.explain_subject(request_id), b"", timeout=WITHIN_S
             )
-        except (nats.errors.Error, TimeoutError):
+        except (nats.errors.NoRespondersError, TimeoutError):
             print(
                 f"epd explain: no gateway remembers the request {request_id}: each keeps its latest ones, "
                 "until it ends",
                 file=sys.stderr,
             )
             return 1
+        except nats.errors.Error as error:
+            raise UnavailableError(
+                f"NATS did not carry the question ({error}); ask again"
+            ) from error
     trail: dict[str, Any] = json.loads(answer.data)
     if as_json:
         print(json.dumps(trail, indent=1))

@@ -32,6 +32,8 @@ def begin(tracer: Tracer, *, route: str, request_id: str, model: object, parent:
 
 def end(span: Span, trail: Trail) -> None:
     """The request has ended."""
+    if not span.recorded:
+        return
     times = trail.times()
     span.child("ingest", times.arrived, times.ingested)
     span.child("publish", times.ingested, times.published)

@@ -124,7 +124,7 @@ class GenerateHandler:
                     await self._answering.let_go(attempt)
         finally:
             share.end()
-            spans.end(span, trail.receipt(), outcome=delivery.outcome)
+            spans.end(span, trail, outcome=delivery.outcome)
             del self._running[job.request_id]
 
     def _count(self, outcome: str, delivery: Delivery) -> None:

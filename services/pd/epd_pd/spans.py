@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from epd_common.protocol import GenerateJob, Receipt
+from epd_common.protocol import GenerateJob
 from epd_common.telemetry.traces import Span, Tracer
+from epd_pd.trail import Trail
 
 
 def begin(tracer: Tracer, job: GenerateJob, *, attempt: int, queued_s: float) -> Span:
@@ -24,8 +25,11 @@ def begin(tracer: Tracer, job: GenerateJob, *, attempt: int, queued_s: float) ->
     )
 
 
-def end(span: Span, receipt: Receipt, *, outcome: str) -> None:
+def end(span: Span, trail: Trail, *, outcome: str) -> None:
     """It has ended: with one span for each stage, and one for each item until it was on this node."""
+    if not span.recorded:
+        return
+    receipt = trail.receipt()
     pulled = time.time() - receipt.ended_s
 
     def at(seconds: float | None) -> float | None:

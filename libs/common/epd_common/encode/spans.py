@@ -30,6 +30,8 @@ def end(span: Span, event: EmbeddingEvent | None, *, error: str) -> None:
     Args:
         event: What is announced; None where nobody waits for it any more, or it failed.
     """
+    if not span.recorded:
+        return
     if event is None:
         span.end({"epd.outcome": "failed" if error else "dropped"}, error=error)
         return

@@ -42,7 +42,10 @@ class Span:
 
     Attributes:
         traceparent: What jobs that are done for it carry.
+        recorded: Whether anybody will see it; what it would tell need not be gathered else.
     """
+
+    recorded = False
 
     def __init__(self, traceparent: str) -> None:
         self.traceparent = traceparent
@@ -88,6 +91,8 @@ class Tracer:
 
 class _Recorded(Span):
     """One that is sent to the collector."""
+
+    recorded = True
 
     def __init__(self, tracer: OtelTracer, span: OtelSpan) -> None:
         from opentelemetry.trace import set_span_in_context

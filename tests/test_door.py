@@ -336,19 +336,21 @@ async def test_long_answers_of_one_tenant_leave_slots_to_others(
         await stack.add_gateway(api_keys=KEYS)
         stack.http.headers["authorization"] = "Bearer a"
         await stack.ready()
-        async with streams(stack, "a", 16):
+        async with streams(
+            stack, "a", 6
+        ):  # first, so that none of those behind is fetched before them
 
             async def they_run() -> bool:
-                return await stack.busy(pd) >= 6
+                return await stack.busy(pd) == 6
 
             await eventually(they_run, "they have their share")
-            await asyncio.sleep(1.5)
-            # Three quarters; one of those behind may have come in before the last of those in front.
-            assert await stack.busy(pd) <= 7
-            for _ in range(3):
-                async with asyncio.timeout(15.0):
-                    answer = await ask_as(stack, "b", picture(), max_tokens=8)
-                assert answer.status_code == 200, answer.text
+            async with streams(stack, "a", 10):
+                await _messages(stack, 16)
+                for _ in range(3):
+                    async with asyncio.timeout(15.0):
+                        answer = await ask_as(stack, "b", picture(), max_tokens=8)
+                    assert answer.status_code == 200, answer.text
+                assert await stack.busy(pd) == 6, "three quarters, and ten wait"
 
 
 # -- priorities -------------------------------------------------------------------------------------

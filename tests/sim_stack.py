@@ -12,6 +12,7 @@ from typing import Any
 from epd_common.engines import EncoderEngine, PdEngine
 from epd_common.store import Arena
 from epd_encoder.settings import EncoderSettings
+from epd_pd.engines import kept_prompts
 from epd_pd.settings import PdSettings
 from epd_sim.encoder_engine import SimEncoderEngine
 from epd_sim.pd_engine import SimPdEngine
@@ -60,6 +61,7 @@ class SimStack(ServiceStack):
             max_num_seqs=settings.max_num_seqs,
             encode="always" if settings.ec_role == "ec_both" else settings.local_encode,
             sleep=self.pd_time,
+            kept_prompts=kept_prompts(settings),
         )
 
     def _worker_settings(self, worker: Any, role: str) -> dict[str, Any]:

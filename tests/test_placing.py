@@ -164,7 +164,7 @@ class Known:
             for worker in workers
         ]
 
-    def ready(self, role: str, model: str) -> list[WorkerRecord]:
+    def answering(self, model: str) -> list[WorkerRecord]:
         assert (role, model) == ("pd", "m")
         return self.records
 

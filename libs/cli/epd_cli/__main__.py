@@ -156,7 +156,18 @@ def _stack_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="encoder processes; with 0, PD processes encode as well",
     )
-    parser.add_argument("--pds", type=_count, default=1, metavar="N", help="PD processes")
+    parser.add_argument(
+        "--pds",
+        type=_count,
+        metavar="N",
+        help="processes that prefill and decode; 1, or none with --prefills",
+    )
+    parser.add_argument(
+        "--prefills", type=_count, default=0, metavar="N", help="processes that prefill alone"
+    )
+    parser.add_argument(
+        "--decodes", type=_count, default=0, metavar="N", help="processes that decode for those"
+    )
     parser.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     parser.add_argument("--redis", default="", metavar="URL", help="a Valkey that runs already")
 
@@ -181,6 +192,9 @@ def _count_or_none(text: str) -> int:
 def _options(arguments: argparse.Namespace, *, port: int) -> StackOptions:
     from epd_cli.stack import StackOptions
 
+    if bool(arguments.prefills) != bool(arguments.decodes):
+        raise EpdError("--prefills and --decodes go together: what one hands over the other takes")
+    pds = arguments.pds or (0 if arguments.prefills else 1)
     if arguments.engine == "sim":
         model = arguments.model or SIM_MODEL
     else:
@@ -191,7 +205,9 @@ def _options(arguments: argparse.Namespace, *, port: int) -> StackOptions:
         model=model,
         served_model=arguments.served_model or Path(model).name,
         encoders=arguments.encoders,
-        pds=arguments.pds,
+        pds=pds,
+        prefills=arguments.prefills,
+        decodes=arguments.decodes,
         port=port,
         nats_url=arguments.nats,
         redis_url=arguments.redis,

@@ -25,6 +25,8 @@ CLIENT_INBOX = "_INBOX.client"
 """What the inboxes of the shipped user for clients begin with."""
 
 _ANY_INBOX = "_INBOX.>"
+_DECODE_JOBS = f"epd.v1.generate.*.*.{subjects.DECODE_PLACE}"
+"""Which prefill workers alone may publish: they name the memory that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ NATS_ROLES: dict[str, NatsRole] = {
         about="Takes generate jobs and answers them; orders encodes, and does them where encoders fail.",
         publish=(
             "epd.v1.encode.>",
+            _DECODE_JOBS,
             "epd.v1.ready.*",
             "epd.v1.held.*",
             "epd.v1.dlq.*",
@@ -193,6 +196,7 @@ NATS_ROLES: dict[str, NatsRole] = {
             f"$JS.API.STREAM.MSG.GET.{_REGISTRY}",
         ),
         subscribe=(f"{CLIENT_INBOX}.>",),
+        never_publish=(_DECODE_JOBS,),
     ),
     "operator": NatsRole(
         about="People and their tools: `epd status`, `epd submit`, the Python client, the NATS command line "

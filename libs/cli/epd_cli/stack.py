@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from epd_cli.backoff import Backoff
 from epd_cli.broker_store import LOOK_S, StoreWatch, has_room, until_room
@@ -23,11 +23,13 @@ from epd_cli.processes import ServiceProcess
 from epd_cli.server_process import ServerProcess
 from epd_common.bus import Registry, WorkerView
 from epd_common.errors import EpdError
+from epd_common.protocol.workers import PdRole
 from epd_common.tasks import end
 
 START_TIMEOUT_S = 600.0
 POLL_S = 0.1
 ARENA_ROOT = Path("/dev/shm")
+PD_ROLES = get_args(PdRole)
 _numbers = itertools.count(1)
 
 Report = Callable[["StackView"], None]
@@ -47,6 +49,7 @@ class StackOptions:
         model: Path or hub id.
         engine: ``vllm``, or ``sim``, which looks no model up.
         encoders: With 0, PD workers encode as well.
+        prefills: PD workers that hand their prompts over, to so many ``decodes``.
         nats_url: A NATS that runs already; empty starts one.
         redis_url: A Valkey or Redis that runs already; empty starts one.
         environment: More ``EPD_*`` settings for all services.
@@ -57,6 +60,8 @@ class StackOptions:
     served_model: str = ""
     encoders: int = 1
     pds: int = 1
+    prefills: int = 0
+    decodes: int = 0
     port: int = 8000
     nats_url: str = ""
     redis_url: str = ""
@@ -243,23 +248,29 @@ def _services(
         **options.environment,
     }
     metrics = metrics_ports({**os.environ, **options.environment})
-    names = [("gateway", "gateway-1")]
-    names += [("encoder", f"encoder-{n}") for n in range(1, options.encoders + 1)]
-    names += [("pd", f"pd-{n}") for n in range(1, options.pds + 1)]
-    return [
-        ServiceProcess(
-            role,
-            name,
-            {
+    counts = (
+        ("gateway", 1),
+        ("encoder", options.encoders),
+        ("pd", options.pds),
+        ("prefill", options.prefills),
+        ("decode", options.decodes),
+    )
+    services = []
+    for kind, count in counts:
+        role = "pd" if kind in PD_ROLES else kind
+        for number in range(1, count + 1):
+            own = {} if role == "gateway" else next(metrics)
+            if role == "pd":
+                own = own | {"EPD_PD_ROLE": kind}
+            name = f"{kind}-{number}"
+            environment = {
                 "EPD_NATS_URL": options.nats_url or brokers.nats.url_for(role),
                 "EPD_REDIS_URL": options.redis_url or brokers.redis.url_for(role),
                 **common,
-                **({} if role == "gateway" else next(metrics)),
-            },
-            logs / f"{name}.log",
-        )
-        for role, name in names
-    ]
+                **own,
+            }
+            services.append(ServiceProcess(role, name, environment, logs / f"{name}.log"))
+    return services
 
 
 def metrics_ports(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:

@@ -15,9 +15,10 @@ from epd_common.bus import Bus, JobPuller, declare_consumers, declare_place, dec
 from epd_common.encode import Encoding
 from epd_common.engines import EncoderEngine, EngineInfo
 from epd_common.errors import EpdError
-from epd_common.protocol import Locator
+from epd_common.protocol import Locator, subjects
 from epd_common.protocol.lanes import background_slots, lane_waits_s
 from epd_common.protocol.subjects import Stage
+from epd_common.protocol.workers import PdRole
 from epd_common.settings import WorkerSettings
 from epd_common.store import (
     Arena,
@@ -78,16 +79,17 @@ class Connections:
         slots: int,
         ahead_s: float = 0.0,
         load: Callable[[], int] | None = None,
+        place: str = subjects.ANY_PLACE,
     ) -> JobPuller:
         """A puller of the model's queue, open as long as the stack is.
 
         Generate jobs of the background lane may take long; encodes do not, and get all slots. For generate
-        jobs there is, beside the lanes, a queue of those that are meant for this worker.
+        jobs of any place there is, beside the lanes, a queue of those that are meant for this worker.
         """
         settings = self.settings
-        lanes = await declare_consumers(self.bus, stage, settings.model_name)
+        lanes = await declare_consumers(self.bus, stage, settings.model_name, place)
         home: list[str] = []
-        if stage == "generate":
+        if stage == "generate" and place == subjects.ANY_PLACE:
             home = [await declare_place(self.bus, settings.model_name, settings.worker_id)]
         return await stack.enter_async_context(
             JobPuller(
@@ -112,6 +114,7 @@ async def connect(
     role: Literal["encoder", "pd"],
     slots: int,
     stop: asyncio.Event,
+    pd_role: PdRole = "pd",
 ) -> Connections:
     """Connect to the brokers, open this node's arena, and enter the registry as ``starting``; serve metrics
     from before all that, if that is wanted.
@@ -145,7 +148,7 @@ async def connect(
     stack.callback(arena.close)
     await stack.enter_async_context(sweeping(arena))
     worker = await stack.enter_async_context(
-        Worker(bus, settings, arena, role=role, slots=slots, metrics=metrics)
+        Worker(bus, settings, arena, role=role, slots=slots, metrics=metrics, pd_role=pd_role)
     )
     worker.shows("arena", arena.report)
     remote: list[RemoteStore] = []

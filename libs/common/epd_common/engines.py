@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from epd_common.beginnings import Beginning
+from epd_common.errors import UpstreamError
 from epd_common.kept import Kept
 from epd_common.store.embedding import EmbeddingHeader, IntegrityError
 
@@ -139,6 +140,31 @@ class Told:
     finish: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class KvHandle:
+    """Where the keys and values of a prompt are, for another engine of the same kind.
+
+    ``params`` are the engine's own; they can be sent in a message.
+    """
+
+    params: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What an engine found of a prompt that was handed over: how many of its tokens it did not compute."""
+
+    prompt_tokens: int = 0
+    loaded_tokens: int = 0
+
+
+class KvLostError(UpstreamError):
+    """The keys and values of a handle cannot be had; nothing was answered."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="kv_lost", stage="generate")
+
+
 class EncoderEngine(Protocol):
     """Turns media into embeddings."""
 
@@ -202,7 +228,10 @@ class PdEngine(EncoderEngine, Protocol):
         *,
         beginnings: Sequence[Beginning] = (),
         traceparent: str = "",
-    ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
+        hand_over: bool = False,
+        kv: KvHandle | None = None,
+        loaded: Loaded | None = None,
+    ) -> AsyncGenerator[AnswerHead | AnswerPiece | KvHandle, None]:
         """An :class:`AnswerHead`, then the body in pieces. Closing the generator aborts the request.
 
         The head comes with the first piece, so a request that fails before has a status of its own.
@@ -213,8 +242,13 @@ class PdEngine(EncoderEngine, Protocol):
             told: The engine makes these pieces again, from their tokens, and goes on from there.
             beginnings: Those of the prompt that ``kept`` shall tell of.
             traceparent: Of the span to which the engine's own belong, where it traces.
+            hand_over: Only the prompt is prefilled: there comes a :class:`KvHandle` and nothing else, or the
+                whole of an error's answer.
+            kv: What another engine has prefilled of this prompt, which is loaded; no embedding need be there.
+            loaded: Is filled in, with ``kv``.
 
         Raises:
+            KvLostError: ``kv`` cannot be had.
             epd_common.errors.BadRequestError: ``told`` cannot be of this request.
         """
 

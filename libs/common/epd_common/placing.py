@@ -146,7 +146,7 @@ def holders_of(
 class Workers(Protocol):
     """The part of the registry that placing needs."""
 
-    def ready(self, role: str, model: str) -> list[WorkerRecord]: ...
+    def answering(self, model: str) -> list[WorkerRecord]: ...
 
 
 def _nothing_known(name: str) -> Set[str]:
@@ -208,7 +208,7 @@ class Placing:
             return ANY_PLACE, "unplaced"
         records = [
             record
-            for record in self._workers.ready("pd", worker.model)
+            for record in self._workers.answering(worker.model)
             if record.fingerprint == worker.fingerprint
         ]
         loads = [

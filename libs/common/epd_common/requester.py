@@ -294,7 +294,7 @@ class Requester:
         model = body.get("model")
         if not isinstance(model, str) or not model:
             raise BadRequestError("the field 'model' must name a model", param="model")
-        ready = self._registry.ready("pd", model)
+        ready = self._registry.answering(model)
         if ready:
             encoders = {record.fingerprint for record in self._registry.encoding(model)}
             return next((record for record in ready if record.fingerprint in encoders), ready[0])

@@ -22,7 +22,7 @@ from epd_common.lifecycle import wait_any
 from epd_common.protocol import WorkerRecord, WorkerState
 from epd_common.protocol.names import names_in
 from epd_common.protocol.subjects import Stage
-from epd_common.protocol.workers import Encodes
+from epd_common.protocol.workers import Encodes, PdRole
 from epd_common.settings import WorkerSettings
 from epd_common.store import Arena
 from epd_common.telemetry.logs import log_about
@@ -91,11 +91,13 @@ class Worker:
         role: Literal["encoder", "pd"],
         slots: int,
         metrics: WorkerMetrics,
+        pd_role: PdRole = "pd",
     ) -> None:
         self._bus = bus
         self._settings = settings
         self._arena = arena
         self._role = role
+        self._pd_role: PdRole = pd_role
         self._slots = slots
         self._encodes: Encodes = "no"
         self._state: WorkerState = "starting"
@@ -351,6 +353,7 @@ class Worker:
             arena_used_bytes=self._arena.published_bytes(),
             arena_quota_bytes=self._arena.quota_bytes,
             encodes=self._encodes,
+            pd_role=self._pd_role,
             pid=os.getpid(),
             phase=self._phase,
             error=self._failure,

@@ -40,6 +40,10 @@ class Device:
         self._free = asyncio.Lock()
         self.computed = 0
 
+    async def wait(self, seconds: float) -> None:
+        """Let so long pass beside whatever is computed."""
+        await self._sleep(seconds * self._slow_factor)
+
     async def compute(self, seconds: float) -> None:
         """Be busy for so long."""
         async with self._free:

@@ -19,6 +19,9 @@ from epd_common.engines import (
     AnswerHead,
     AnswerPiece,
     EngineInfo,
+    KvHandle,
+    KvLostError,
+    Loaded,
     Placeholder,
     Progress,
     Told,
@@ -33,6 +36,7 @@ from epd_sim.device import Sleep
 from epd_sim.embedding import read_signature
 from epd_sim.engine import SimEngine, SimOptions
 from epd_sim.faults import Faults
+from epd_sim.kv import KeptPrompts, read_kept
 from epd_sim.parameters import RefusedError
 from epd_sim.prefix_cache import BLOCK_TOKENS, PrefixCache
 from epd_sim.replies import JSON_TYPE, STREAM_TYPE, ChoiceReplies, Replies, error_body
@@ -51,6 +55,7 @@ class SimPdEngine(SimEngine):
         max_num_seqs: Sequences that run at once, as vLLM's ``--max-num-seqs``.
         encode: Whether it shall encode items, too: ``loaded`` if the model keeps its tower in any case. That
             and its steps share one device.
+        kept_prompts: Where a prefill worker's keeps what it hands over.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class SimPdEngine(SimEngine):
         max_num_seqs: int,
         encode: Literal["never", "loaded", "always"] = "never",
         sleep: Sleep | None = None,
+        kept_prompts: KeptPrompts | None = None,
     ) -> None:
         tower = encode == "always" or options.profile.keeps_tower
         encodes = tower and encode != "never"
@@ -78,6 +84,7 @@ class SimPdEngine(SimEngine):
         self._signatures: OrderedDict[str, bytes] = OrderedDict()
         """Of items whose rows the cache may hold."""
         self._inside: dict[Sequence, PromptInside] = {}
+        self._kept_prompts = kept_prompts
         self._changes = Changes()
         self._stepping = False
 
@@ -90,9 +97,16 @@ class SimPdEngine(SimEngine):
         return self._kept
 
     async def start(self, progress: Progress) -> EngineInfo:
+        if self._kept_prompts is not None:
+            await self._kept_prompts.start()
         info = await super().start(progress)
         self._run("steps", self._steps)
         return info
+
+    async def stop(self) -> None:
+        if self._kept_prompts is not None:
+            await self._kept_prompts.stop()
+        await super().stop()
 
     async def answer(
         self,
@@ -104,7 +118,10 @@ class SimPdEngine(SimEngine):
         *,
         beginnings: Iterable[Beginning] = (),
         traceparent: str = "",
-    ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
+        hand_over: bool = False,
+        kv: KvHandle | None = None,
+        loaded: Loaded | None = None,
+    ) -> AsyncGenerator[AnswerHead | AnswerPiece | KvHandle, None]:
         try:
             request = read_request(
                 route,
@@ -120,6 +137,10 @@ class SimPdEngine(SimEngine):
         request.begins_with(beginnings)
         if told is not None:
             request.go_on(told)
+        if hand_over:
+            request.prefill_only()
+        if kv is not None:
+            await self._load(request, kv, loaded or Loaded())
         replies: Replies = (
             ResponseReplies(request_id, body, request.parameters)
             if route == RESPONSES
@@ -127,6 +148,9 @@ class SimPdEngine(SimEngine):
         )
         self._enter(request)
         try:
+            if hand_over:
+                yield await self._prefilled(request)
+                return
             if request.parameters.stream:
                 parts = _streamed(request, replies, told)
             else:
@@ -139,6 +163,23 @@ class SimPdEngine(SimEngine):
             yield AnswerPiece(error_body(500, error.message))
         finally:
             self._leave(request)
+
+    async def _prefilled(self, request: RequestInside) -> KvHandle:
+        """Keep a request's prompt for another engine, once it is prefilled."""
+        if self._kept_prompts is None:
+            raise UpstreamError("the engine keeps no prompts for others", stage="generate")
+        (prompt,) = request.prompts
+        while not prompt.sequence.ended:
+            await _grown(request)
+        return KvHandle(self._kept_prompts.keep(prompt.signatures))
+
+    async def _load(self, request: RequestInside, kv: KvHandle, loaded: Loaded) -> None:
+        signatures = await read_kept(kv.params)
+        if len(request.prompts) != 1 or len(signatures) != len(request.prompts[0].places):
+            raise KvLostError("what was loaded is not of this prompt")
+        loaded.prompt_tokens = request.prompts[0].sequence.prompt_tokens
+        loaded.loaded_tokens = request.prompts[0].load(signatures)
+        await self._device.wait(self._profile.kv_load_s(loaded.loaded_tokens))
 
     async def wake(self) -> None:
         self._changes.note()

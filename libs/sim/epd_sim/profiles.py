@@ -39,6 +39,7 @@ class Profile:
         step_s: Seconds a step takes at least.
         sequence_s: Seconds a decoding sequence adds to a step.
         kv_tokens: Tokens that the prefix cache holds; 0: there is none.
+        kv_token_s: Seconds in which a token's keys and values come from another device.
         time_scale: All times are multiplied by it.
     """
 
@@ -56,6 +57,7 @@ class Profile:
     step_s: float
     sequence_s: float
     kv_tokens: int = 0
+    kv_token_s: float = 0.0
     time_scale: float = 1.0
 
     @property
@@ -68,6 +70,10 @@ class Profile:
         saved = self.batch_gain * (1 - 1 / len(rows))
         return self.encode_row_s * sum(rows) * (1 - saved) * self.time_scale
 
+    def kv_load_s(self, tokens: int) -> float:
+        """Seconds to load the keys and values of so many tokens."""
+        return self.kv_token_s * tokens * self.time_scale
+
     def engine_step_s(self, prefill_tokens: int, decoding: int) -> float:
         """Seconds of a step that prefills so many tokens and decodes one of each of so many sequences."""
         compute_s = max(self.step_s, self.prefill_token_s * prefill_tokens)
@@ -79,8 +85,9 @@ class Profile:
 # Derived: a step reads 15.2 GB of weights (7.6 G parameters, bf16) at 60 % of the H100's 3.35 TB/s: 7.6 ms.
 # A token of the prefix cache has 57 kB (28 layers, 4 KV heads of 128, keys and values, bf16): 53 GB of the 80
 # are left for 900,000.
-# Assumed: that 60 %, 0.1 ms a sequence, a gain of 20 % in batches of up to 8; 2,048 tokens a step and
-# 32,768 a sequence are common settings of vLLM.
+# Assumed: that 60 %, 0.1 ms a sequence, a gain of 20 % in batches of up to 8; keys and values come from
+# another device at 25 GB/s, a network of 200 Gbit/s; 2,048 tokens a step and 32,768 a sequence are common
+# settings of vLLM.
 _QWEN2_5_VL = Profile(
     name="qwen2.5-vl-7b-h100",
     patch=14,
@@ -95,6 +102,7 @@ _QWEN2_5_VL = Profile(
     step_s=0.0076,
     sequence_s=0.0001,
     kv_tokens=900_000,
+    kv_token_s=57e3 / 25e9,
 )
 
 # Published: TTFT of 201, 348, 425 and 636 ms for 1 to 4 images of 720p; an embedding of 1080p with DeepStack
@@ -120,6 +128,7 @@ _QWEN3_VL = Profile(
     step_s=0.0068,
     sequence_s=0.0001,
     kv_tokens=440_000,
+    kv_token_s=147e3 / 25e9,
 )
 
 # Published: an embedding has at most 640 rows x 3,584. There is no published time of one stage alone.
@@ -144,6 +153,7 @@ _MINICPM_V = Profile(
     step_s=0.0127,
     sequence_s=0.0001,
     kv_tokens=900_000,
+    kv_token_s=57e3 / 25e9,
 )
 
 # No model at all: for tests of everything around an engine.

@@ -54,6 +54,24 @@ class PromptInside:
             ]
         return [*self.told[begin:], *self._words[choice][max(begin, len(self.told)) : end]]
 
+    @property
+    def signatures(self) -> list[bytes]:
+        """What the prompt's items were found to be, in their order."""
+        found = (self.evidence[place] for place in self.places)
+        return [signature for signature in found if isinstance(signature, bytes)]
+
+    def load(self, signatures: list[bytes]) -> int:
+        """Take over what another engine has prefilled: all but the last token, which gives the first of the
+        answer.
+
+        Returns:
+            How many tokens of the prompt that are.
+        """
+        for place, signature in zip(self.places, signatures, strict=True):
+            self.evidence[place] = signature
+        self.sequence.cached = self.sequence.computed = self.sequence.prompt_tokens - 1
+        return self.sequence.computed
+
     def text(self, choice: int, begin: int, end: int) -> str:
         """Those words as text, which goes on from that of the words before."""
         return " ".join([""] * (begin > 0) + self.words(choice, begin, end))
@@ -90,6 +108,11 @@ class RequestInside:
         tokens = prompt.sequence.prompt_tokens
         ends = [(named.key, int(named.share * tokens) // BLOCK_TOKENS) for named in beginnings]
         prompt.ends = [(key, prompt.blocks[count - 1]) for key, count in ends if count]
+
+    def prefill_only(self) -> None:
+        """Nothing but the prompt is wanted of it."""
+        for prompt in self.prompts:
+            prompt.sequence.answer_tokens = 1
 
     def go_on(self, told: Told) -> None:
         """The answer begins with words that another engine has told; they stand behind the prompt.

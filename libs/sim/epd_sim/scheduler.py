@@ -145,7 +145,8 @@ class Scheduler:
         for sequence in list(self.waiting):
             if budget == 0 or sequence.choices > free:
                 break
-            if held := min(self._held(sequence), sequence.prompt_tokens - 1):
+            held = min(self._held(sequence), sequence.prompt_tokens - 1)
+            if held > sequence.computed:  # of one that was loaded more is there already
                 sequence.cached = sequence.computed = held
             if tokens := min(sequence.open_tokens(is_here), budget):
                 self.waiting.remove(sequence)

@@ -20,22 +20,25 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from epd_vllm.beginnings import attach
+from epd_vllm.handover import NOTES
 from epd_vllm.tape import TAPE, Tape
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 
 
 class ContinuingLLM(AsyncLLM):
-    """Looks at the :data:`~epd_vllm.tape.TAPE` of the task in which a request comes, and at its
-    :data:`~epd_vllm.beginnings.BEGINNINGS`."""
+    """Looks at the :data:`~epd_vllm.tape.TAPE` of the task in which a request comes, at its
+    :data:`~epd_vllm.beginnings.BEGINNINGS`, and at its :data:`~epd_vllm.handover.NOTES`."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         attach(kwargs["sampling_params"] if "sampling_params" in kwargs else args[1])
-        tape = TAPE.get()
+        tape, notes = TAPE.get(), NOTES.get()
         async with contextlib.aclosing(super().generate(*args, **kwargs)) as outputs:
             async for output in outputs:
                 if tape is not None:
                     _note(tape, output)
+                if notes is not None:
+                    notes.note(output)
                 yield output
                 if tape is not None and tape.telling:
                     await self._tell_on(tape)

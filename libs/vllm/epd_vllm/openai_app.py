@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from epd_common.beginnings import Beginning
 from epd_common.engines import AnswerHead, AnswerPiece
 from epd_vllm.beginnings import BEGINNINGS
+from epd_vllm.handover import NOTES, HandoverNotes
 from epd_vllm.tape import TAPE, Tape
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class OpenAIApp:
         tape: Tape | None = None,
         beginnings: Sequence[Beginning] = (),
         traceparent: str = "",
+        notes: HandoverNotes | None = None,
     ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
         """POST a JSON body: the head, then pieces of the body as the application sends them.
 
@@ -74,6 +76,7 @@ class OpenAIApp:
             tape: Notes the tokens of the pieces.
             beginnings: Go with the request to the engine.
             traceparent: Sent as the header of that name, unless empty.
+            notes: Note what the engine says of keys and values.
         """
         sent: asyncio.Queue[AnswerHead | AnswerPiece | None] = asyncio.Queue()
         gone = asyncio.Event()
@@ -100,6 +103,7 @@ class OpenAIApp:
         async def run() -> None:
             TAPE.set(tape)
             BEGINNINGS.set(beginnings)
+            NOTES.set(notes)
             try:
                 await self.application(scope, receive, send)
             finally:

@@ -22,12 +22,15 @@ from epd_common.engines import (
     AnswerHead,
     AnswerPiece,
     EngineInfo,
+    KvHandle,
+    KvLostError,
+    Loaded,
     Placeholder,
     Progress,
     Told,
 )
-from epd_common.errors import BadRequestError
-from epd_common.ingest.body import RESPONSES
+from epd_common.errors import BadRequestError, UpstreamError
+from epd_common.ingest.body import COMPLETIONS, RESPONSES
 from epd_common.ingest.contents import contents_of
 from epd_common.ingest.data_uri import make_data_uri
 from epd_common.kept import Kept
@@ -35,7 +38,9 @@ from epd_common.store import Arena
 from epd_vllm.compat import vllm_version
 from epd_vllm.engine import EngineOptions, VllmEngine
 from epd_vllm.gate import managed_params
+from epd_vllm.handover import HandoverNotes, prefill_only
 from epd_vllm.kept_pipe import KeptReader
+from epd_vllm.kv_transfer import KvOptions, kv_arguments, prepare_kv_environment
 from epd_vllm.launch import inspect
 from epd_vllm.model import check_model, needs_vision_tower
 from epd_vllm.openai_app import OpenAIApp
@@ -46,6 +51,8 @@ CACHE_MANAGER = "epd_vllm.cache_manager.GatedEncoderCacheManager"
 SCHEDULER = "epd_vllm.scheduler.GatedScheduler"
 ASYNC_SCHEDULER = "epd_vllm.scheduler.GatedAsyncScheduler"
 _NOBODY = "epd-wake"
+_LIMITS = {COMPLETIONS: "max_tokens", RESPONSES: "max_output_tokens"}
+"""What a route calls the most tokens of an answer; others as chats do."""
 
 
 class VllmPdEngine(VllmEngine):
@@ -57,6 +64,7 @@ class VllmPdEngine(VllmEngine):
         encode: Whether it shall encode items: ``loaded`` if the model keeps its tower in any case.
         sleep_when_stalled: Let the engine's process sleep while all its requests wait for embeddings.
         kv_events: Have the engine tell what its prefix cache holds.
+        kv: It hands prompts over, or takes them.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class VllmPdEngine(VllmEngine):
         encode: Literal["never", "loaded", "always"] = "never",
         sleep_when_stalled: bool = True,
         kv_events: bool = False,
+        kv: KvOptions | None = None,
     ) -> None:
         super().__init__(options, staging=arena.staging)
         self._pins = arena.pins
@@ -75,6 +84,7 @@ class VllmPdEngine(VllmEngine):
         self._encode = encode
         self._sleep_when_stalled = sleep_when_stalled
         self._kv_events = kv_events
+        self._kv = kv
         self._kept = Kept()
         self._reader = KeptReader(self._kept)
         self._fingerprint = ""
@@ -108,6 +118,10 @@ class VllmPdEngine(VllmEngine):
             check_model, self._options.model, self._options.extra_arguments
         )
         progress("importing vLLM")
+        role: dict[str, str | None] = {}
+        if self._kv is not None:
+            prepare_kv_environment(self._kv, is_cpu=vllm_version()[1])
+            role = kv_arguments(self._kv, self._options.extra_arguments)
         modalities = await inspect(self._arguments({}))
         tower = self._encode == "always" or needs_vision_tower(folder)
         encodes = tower and self._encode != "never"
@@ -115,7 +129,8 @@ class VllmPdEngine(VllmEngine):
         limits = dict.fromkeys(modalities.by_metadata, self._max_items if tower else 0)
         limits |= dict.fromkeys(modalities.raw, self._max_items)
         arguments = self._arguments(
-            {
+            role
+            | {
                 "--kv-events-config": json.dumps(
                     # Told by the scheduler itself, by the pipe: nobody else need listen.
                     {"enable_kv_cache_events": self._kv_events, "publisher": "null"}
@@ -159,11 +174,19 @@ class VllmPdEngine(VllmEngine):
         *,
         beginnings: Sequence[Beginning] = (),
         traceparent: str = "",
-    ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
+        hand_over: bool = False,
+        kv: KvHandle | None = None,
+        loaded: Loaded | None = None,
+    ) -> AsyncGenerator[AnswerHead | AnswerPiece | KvHandle, None]:
         if self._app is None:
             raise RuntimeError("the engine was not started")
         if told is not None:
             self._check_told(told)
+        notes = HandoverNotes(loaded) if hand_over or kv is not None else None
+        if hand_over:
+            body = prefill_only(body, _LIMITS.get(route, "max_completion_tokens"))
+        elif kv is not None:
+            body = body | {"kv_transfer_params": kv.params}
         put_placeholders(route, body, placeholders, self._fingerprint)
         if route == RESPONSES:
             name_answer(body, request_id)
@@ -175,6 +198,7 @@ class VllmPdEngine(VllmEngine):
             tape=tape,
             beginnings=beginnings if self._kv_events else (),
             traceparent=traceparent if self._traces else "",
+            notes=notes,
         )
         parts = call
         if route == RESPONSES and tape is not None:
@@ -186,11 +210,21 @@ class VllmPdEngine(VllmEngine):
                 if isinstance(part, AnswerHead):
                     head = part  # vLLM sends a stream's before it knows whether there will be one
                     continue
+                if notes is not None and notes.lost:
+                    raise KvLostError("the engine could not load the prompt's keys and values")
+                if hand_over and head is not None and head.status == 200:
+                    continue  # what nobody sees
                 if head is not None:
                     yield head
                     head = None
                 yield part
-            if head is not None:
+            if hand_over and notes is not None and head is not None and head.status == 200:
+                if notes.params is None:
+                    raise UpstreamError(
+                        "the engine's KV connector keeps nothing for others", stage="generate"
+                    )
+                yield KvHandle(notes.params)
+            elif head is not None:
                 yield head
         finally:
             self._answering.pop(request_id, None)

@@ -123,6 +123,8 @@ class _Gated(Scheduler):
             return False
         if not (self._sleeps and self._stalled) or self._gate is None:
             return True
+        if self.connector is not None and (self.has_finished_requests() or self.kv_holding_waiting):
+            return True  # keys and values are on their way: nobody says when they have come
         if self.finished_req_ids or self._gate.has_unavailable or self._gate.arrived():
             self._stalled = False
             return True

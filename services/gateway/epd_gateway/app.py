@@ -99,7 +99,7 @@ class Edge:
         except (redis.exceptions.RedisError, OSError, TimeoutError):
             return "Redis does not answer"
         for model in self.registry.models():
-            prints = {record.fingerprint for record in self.registry.ready("pd", model)}
+            prints = {record.fingerprint for record in self.registry.answering(model)}
             if any(e.fingerprint in prints for e in self.registry.encoding(model)):
                 return None
         return "no model has both a PD worker and an encoder that are ready"
@@ -308,7 +308,7 @@ async def _json_body(request: Request, settings: GatewaySettings) -> dict[str, A
 
 
 def _model_card(edge: Edge, name: str) -> dict[str, Any]:
-    record = edge.registry.ready("pd", name)[0]
+    record = edge.registry.answering(name)[0]
     return {
         "id": name,
         "object": "model",

@@ -8,23 +8,36 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from epd_common.backlog import Share
 from epd_common.beginnings import Beginning, beginnings_of
 from epd_common.costs import work_of
-from epd_common.engines import AnswerHead, AnswerPiece, EngineInfo, PdEngine, Told
+from epd_common.engines import (
+    AnswerHead,
+    AnswerPiece,
+    EngineInfo,
+    KvHandle,
+    KvLostError,
+    Loaded,
+    PdEngine,
+    Placeholder,
+    Told,
+)
 from epd_common.errors import (
     BadRequestError,
+    BusyError,
     DeadlineError,
     EpdError,
     SendAgainError,
+    TooLargeError,
     UpstreamError,
 )
 from epd_common.ingest import Ingest
 from epd_common.ingest.body import CHAT, COMPLETIONS, RESPONSES, parse_body
+from epd_common.ingest.pipeline import Prepared
 from epd_common.orders import OrderContext
 from epd_common.protocol import GenerateJob, Item
 from epd_common.store import MediaStore
@@ -33,6 +46,8 @@ from epd_common.urgency import engine_priority
 from epd_pd.admission import Admission, text_before_first_item
 from epd_pd.arrivals import Arrivals, ForecastError
 from epd_pd.frames import FrameWriter
+from epd_pd.handing_over import HandingOver
+from epd_pd.loading import Loading, believable_s
 from epd_pd.metrics import PdMetrics
 from epd_pd.readiness import Readiness
 from epd_pd.resuming import Resuming, may_go_on, told_of
@@ -48,19 +63,26 @@ class Attempt:
     """A request, and one try at answering it.
 
     Attributes:
-        number: Which delivery of its job this is, from 1.
-        published: When the job was, by the broker's clock.
+        number: Which attempt at it this is, from 1; that of a decode job counts on from its prefill worker's.
+        delivered: How often its job was delivered, this time included.
+        sequence: The job's number in its stream, and ``lane`` where it was there.
+        published: When the job was, by the broker's clock, which is ``queued_s`` ago.
         share: What it adds to the worker's backlog.
         trail: What happened to it so far.
         traceparent: Of what is done for it here.
         keys: Of its items; those of raw ones only once it is prepared.
         arrivals: What it waits for, once it is prepared.
         beginnings: By which others know its prompt, once it is prepared.
+        handed_over: Its decode job is published, so others answer it.
     """
 
     job: GenerateJob
     number: int
+    delivered: int
+    sequence: int
+    lane: str
     published: float
+    queued_s: float
     writer: FrameWriter
     share: Share
     trail: Trail
@@ -68,6 +90,7 @@ class Attempt:
     keys: list[str] = field(default_factory=list)
     arrivals: Arrivals | None = None
     beginnings: list[Beginning] = field(default_factory=list)
+    handed_over: bool = False
 
     @property
     def log_fields(self) -> dict[str, Any]:
@@ -80,7 +103,9 @@ class Answering:
     Args:
         long_wait_s: See :func:`epd_common.urgency.engine_priority`.
         tells_kept: Whether others are told what the engine keeps of prompts.
-        counters: ``resumed``, ``wrong_forecasts``.
+        handing_over: A prefill worker's.
+        prefill_alive: Whether the prefill worker of this id lives.
+        counters: ``resumed``, ``wrong_forecasts``, ``kv_loaded``, ``kv_lost``.
         metrics: Say how long what is ready takes to and through the engine.
     """
 
@@ -96,10 +121,14 @@ class Answering:
         resuming: Resuming,
         long_wait_s: float,
         tells_kept: bool,
+        handing_over: HandingOver | None,
+        prefill_alive: Callable[[str], bool],
         counters: Counter[str],
         metrics: PdMetrics,
     ) -> None:
         self._tells_kept = tells_kept
+        self._handing_over = handing_over
+        self._prefill_alive = prefill_alive
         self._engine = engine
         self._info = info
         self._ingest = ingest
@@ -146,7 +175,7 @@ class Answering:
             )
         body = await self._body(job)
         writer.resumable = may_go_on(body)
-        told = await self._told(attempt) if attempt.number > 1 else None
+        told = await self._told(attempt) if attempt.delivered > 1 else None
         prepared = await self._ingest.prepare(
             route=job.route,
             body=body,
@@ -176,20 +205,74 @@ class Answering:
             [None] * len(prepared.items),
             max_model_len=self._info.max_model_len,
         )
-        prompt_tokens = work.text + (work.visual or 0)
+        prompt_tokens = attempt.trail.prompt_tokens = work.text + (work.visual or 0)
+        media = await self._raw_media(prepared.items)
+        if await self._answer_from_handover(attempt, prepared, media):
+            return
         attempt.share.estimate(prompt_tokens)
-        attempt.trail.prompt_tokens = prompt_tokens
         prepared.body["priority"] = engine_priority(
             job.priority,
             published=attempt.published,
             prompt_tokens=prompt_tokens,
             long_wait_s=self._long_wait_s,
         )
-        media = await self._raw_media(prepared.items)
         async with self._readiness.arriving(prepared.items, context, media) as arrivals:
             attempt.arrivals = arrivals
             attempt.trail.prepared(prepared.items, arrivals.marks)
             await self._generate(attempt, prepared.body, arrivals, told)
+
+    async def _answer_from_handover(
+        self, attempt: Attempt, prepared: Prepared, media: Mapping[str, bytes]
+    ) -> bool:
+        """Answer with what a prefill worker has left; False where there is nothing, or nothing that can be
+        believed. Then nothing was sent."""
+        handover = attempt.job.handover
+        within_s = believable_s(handover, delivered=attempt.delivered, queued_s=attempt.queued_s)
+        if handover is None:
+            return False
+        if within_s <= 0 or len(handover.metadata) != len(prepared.items):
+            self._counters["kv_lost"] += 1
+            return False
+        placeholders = [
+            Placeholder(item.key, item.modality, metadata, media.get(item.key))
+            for item, metadata in zip(prepared.items, handover.metadata, strict=True)
+        ]
+        body = prepared.body | {
+            "priority": engine_priority(
+                attempt.job.priority,
+                published=attempt.published,
+                prompt_tokens=0,
+                long_wait_s=self._long_wait_s,
+            )
+        }
+        loaded = Loaded()
+        attempt.trail.prepared([], [])
+        attempt.trail.entered()
+        answer = self._engine.answer(
+            attempt.job.request_id,
+            attempt.job.route,
+            copy.deepcopy(body),
+            placeholders,
+            beginnings=attempt.beginnings,
+            traceparent=attempt.traceparent,
+            kv=KvHandle(handover.params),
+            loaded=loaded,
+        )
+        loading = Loading(
+            answer, within_s=within_s, alive=lambda: self._prefill_alive(handover.worker)
+        )
+        try:
+            async with contextlib.aclosing(answer):
+                await self._send(attempt, loading.parts(), None)
+        except KvLostError as error:
+            self._counters["kv_lost"] += 1
+            logger.warning(
+                "prefilling a prompt anew: %s", error, extra=attempt.log_fields | error.fields()
+            )
+            return False
+        self._counters["kv_loaded"] += 1
+        attempt.trail.loaded_tokens = loaded.loaded_tokens
+        return True
 
     async def _told(self, attempt: Attempt) -> Told | None:
         """What an older attempt has told the client; None if the answer may begin anew.
@@ -253,12 +336,23 @@ class Answering:
     async def _stream(
         self, attempt: Attempt, body: dict[str, Any], arrivals: Arrivals, told: Told | None
     ) -> None:
-        job, writer, begun = attempt.job, attempt.writer, False
-        writer.rewind()
+        """Have the engine answer, or prefill for others."""
+        over = self._handing_over
+        if over is None or told is not None:
+            await self._answer_here(attempt, body, arrivals, told)
+        elif not over.wanted(
+            attempt.job.route, body, prompt_tokens=attempt.trail.prompt_tokens
+        ) or not await self._hand_over(attempt, body, arrivals, over):
+            with over.whole():
+                await self._answer_here(attempt, body, arrivals, None)
+
+    async def _answer_here(
+        self, attempt: Attempt, body: dict[str, Any], arrivals: Arrivals, told: Told | None
+    ) -> None:
         # The engine puts its own parts into the body; the next beginning needs it as it was.
         answer = self._engine.answer(
-            job.request_id,
-            job.route,
+            attempt.job.request_id,
+            attempt.job.route,
             copy.deepcopy(body),
             arrivals.placeholders(),
             told,
@@ -266,23 +360,72 @@ class Answering:
             traceparent=attempt.traceparent,
         )
         async with contextlib.aclosing(answer):
-            async for part in _once_known(answer, arrivals):
-                if arrivals.failure is not None:
-                    return  # what the engine says of a missing or unfit item is not the answer
-                if not self._engine.alive:  # what it says of that is not the answer
-                    raise UpstreamError("the engine died while it answered", stage="generate")
-                if isinstance(part, AnswerHead):
-                    await writer.head(part.status, part.content_type)
-                else:
-                    if not begun:
-                        self._metrics.first_data(arrivals)
-                        begun = True
-                    attempt.share.prefilled()
-                    attempt.trail.answered()
-                    await writer.data(part)
+            await self._send(attempt, _once_known(answer, arrivals), arrivals)
+
+    async def _hand_over(
+        self, attempt: Attempt, body: dict[str, Any], arrivals: Arrivals, over: HandingOver
+    ) -> bool:
+        """Prefill, and publish the decode job; False if the queue has no room for it."""
+        placeholders = arrivals.placeholders()
+        answer = self._engine.answer(
+            attempt.job.request_id,
+            attempt.job.route,
+            copy.deepcopy(body),
+            placeholders,
+            beginnings=attempt.beginnings,
+            traceparent=attempt.traceparent,
+            hand_over=True,
+        )
+        async with contextlib.aclosing(answer):
+            handle = await self._send(attempt, _once_known(answer, arrivals), arrivals)
+        if handle is None:  # a refusal, and that is the answer
+            return True
+        attempt.trail.answered()
+        try:
+            await over.publish(
+                attempt.job,
+                handle,
+                metadata=[placeholder.metadata for placeholder in placeholders],
+                attempt=attempt.number,
+                sequence=attempt.sequence,
+                lane=attempt.lane,
+                receipt=attempt.trail.receipt(),
+            )
+        except (BusyError, TooLargeError) as error:
+            logger.warning("answering here: %s", error, extra=attempt.log_fields)
+            return False
+        attempt.handed_over = True
+        return True
+
+    async def _send(
+        self,
+        attempt: Attempt,
+        parts: AsyncIterator[AnswerHead | AnswerPiece | KvHandle],
+        arrivals: Arrivals | None,
+    ) -> KvHandle | None:
+        """Send what the engine says. The handle, if it says that it has prefilled for others."""
+        writer, begun = attempt.writer, False
+        writer.rewind()
+        async for part in parts:
+            if arrivals is not None and arrivals.failure is not None:
+                return None  # what the engine says of a missing or unfit item is not the answer
+            if not self._engine.alive:  # what it says of that is not the answer
+                raise UpstreamError("the engine died while it answered", stage="generate")
+            if isinstance(part, KvHandle):
+                return part
+            if isinstance(part, AnswerHead):
+                await writer.head(part.status, part.content_type)
+                continue
+            if not begun:
+                begun = True
+                self._metrics.first_data(arrivals)
+            attempt.share.prefilled()
+            attempt.trail.answered()
+            await writer.data(part)
         if not self._engine.alive:
             raise UpstreamError("the engine died while it answered", stage="generate")
         await writer.end()
+        return None
 
     async def _raw_media(self, items: Sequence[Item]) -> dict[str, bytes]:
         """The bytes of those items that vLLM wants to see itself, to know how much room they take."""
@@ -327,8 +470,8 @@ class Answering:
 
 
 async def _once_known(
-    answer: AsyncIterator[AnswerHead | AnswerPiece], arrivals: Arrivals
-) -> AsyncIterator[AnswerHead | AnswerPiece]:
+    answer: AsyncIterator[AnswerHead | AnswerPiece | KvHandle], arrivals: Arrivals
+) -> AsyncIterator[AnswerHead | AnswerPiece | KvHandle]:
     """The parts of an answer; a refusal only once all items are here.
 
     Before that it may be due to a forecast that is wrong, which then is the arrivals' failure.

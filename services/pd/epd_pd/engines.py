@@ -7,6 +7,7 @@ from typing import Literal
 from epd_common.engines import PdEngine
 from epd_common.store import Arena
 from epd_pd.settings import PdSettings
+from epd_sim.kv import KeptPrompts
 
 
 def make_engine(settings: PdSettings, arena: Arena) -> PdEngine:
@@ -20,8 +21,17 @@ def make_engine(settings: PdSettings, arena: Arena) -> PdEngine:
 
 def _vllm(settings: PdSettings, arena: Arena) -> PdEngine:
     from epd_vllm.engine import EngineOptions
+    from epd_vllm.kv_transfer import KvOptions
     from epd_vllm.pd_engine import VllmPdEngine
 
+    kv = None
+    if settings.pd_role != "pd":
+        kv = KvOptions(
+            role=settings.pd_role,
+            host=settings.kv_host,
+            port=settings.kv_port,
+            lease_s=settings.kv_lease_s,
+        )
     return VllmPdEngine(
         EngineOptions(
             model=settings.model,
@@ -35,7 +45,8 @@ def _vllm(settings: PdSettings, arena: Arena) -> PdEngine:
         max_items=settings.max_items,
         encode=_encode(settings),
         sleep_when_stalled=settings.sleep_when_stalled,
-        kv_events=settings.kv_events,
+        kv_events=settings.kv_events and settings.pd_role != "decode",
+        kv=kv,
     )
 
 
@@ -47,7 +58,15 @@ def _sim(settings: PdSettings, arena: Arena) -> PdEngine:
         arena=arena,
         max_num_seqs=settings.max_num_seqs,
         encode=_encode(settings),
+        kept_prompts=kept_prompts(settings),
     )
+
+
+def kept_prompts(settings: PdSettings) -> KeptPrompts | None:
+    """Where a simulated engine of role prefill keeps what it hands over."""
+    if settings.pd_role != "prefill":
+        return None
+    return KeptPrompts(host=settings.kv_host, port=settings.kv_port, lease_s=settings.kv_lease_s)
 
 
 def _encode(settings: PdSettings) -> Literal["never", "loaded", "always"]:

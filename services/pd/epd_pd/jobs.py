@@ -20,7 +20,7 @@ from epd_common.errors import (
     EpdError,
     UnavailableError,
 )
-from epd_common.protocol import GenerateJob, ProtocolError, decode
+from epd_common.protocol import GenerateJob, ProtocolError, decode, subjects
 from epd_common.tasks import end
 from epd_common.telemetry.traces import Tracer
 from epd_pd import spans
@@ -39,7 +39,8 @@ class GenerateHandler:
 
     Args:
         deadline_s: Of a job that has no deadline itself, or one that is further off.
-        counters: ``answered``, ``failed``, ``cancelled``, ``expired``, ``malformed``, ``taken_over``.
+        counters: ``answered``, ``handed_over``, ``failed``, ``cancelled``, ``expired``, ``malformed``,
+            ``taken_over``.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class GenerateHandler:
         """Do one job and settle its delivery."""
         try:
             job = decode(delivery.data, GenerateJob)
-            check_job(job, self._model)
+            check_job(job, self._model, subject=delivery.subject)
         except ProtocolError as error:
             self._count("malformed", delivery)
             logger.error("malformed generate job: %s", error)
@@ -97,25 +98,31 @@ class GenerateHandler:
             # Else it is the same job again, as its heartbeats were late: what runs goes on and settles it.
             return
         self._running[job.request_id] = delivery.sequence
+        number = _number(job, delivery)
         trail = Trail(
             worker=self._worker,
             node=self._node,
-            attempt=delivery.attempt,
+            attempt=number,
             began=delivery.received,
             queued_s=delivery.queued_s,
+            prefill=job.handover.receipt if job.handover else None,
         )
-        span = spans.begin(self._tracer, job, attempt=delivery.attempt, queued_s=delivery.queued_s)
+        span = spans.begin(self._tracer, job, attempt=number, queued_s=delivery.queued_s)
         writer = self._writer(job, delivery, replays=self._replays, receipt=trail.receipt)
-        share = self._backlog.add(prompt_tokens_at_sight(job))
+        share = self._backlog.add(0 if job.handover else prompt_tokens_at_sight(job))
         attempt = Attempt(
-            job,
-            delivery.attempt,
-            delivery.published,
-            writer,
-            share,
-            trail,
-            span.traceparent,
-            [item.key for item in job.items],
+            job=job,
+            number=number,
+            delivered=delivery.attempt,
+            sequence=delivery.sequence,
+            lane=subjects.lane_of(delivery.subject),
+            published=delivery.published,
+            queued_s=delivery.queued_s,
+            writer=writer,
+            share=share,
+            trail=trail,
+            traceparent=span.traceparent,
+            keys=[item.key for item in job.items],
         )
         try:
             async with delivery:
@@ -136,7 +143,7 @@ class GenerateHandler:
             self._bus,
             inbox=job.inbox,
             request_id=job.request_id,
-            attempt=delivery.attempt,
+            attempt=_number(job, delivery),
             worker=self._worker,
             **more,
         )
@@ -177,7 +184,7 @@ class GenerateHandler:
         writer, fields = attempt.writer, attempt.log_fields
         try:
             await self._answering.answer(attempt)
-            self._count("answered", delivery)
+            self._count("handed_over" if attempt.handed_over else "answered", delivery)
             answered = True
         except EpdError as raised:
             # An engine, or a connection, of this worker alone.
@@ -202,6 +209,11 @@ class GenerateHandler:
             await writer.error(unexpected)
             await delivery.give_up(unexpected)
             return False
-        # The answer's last frame has reached the server: the job's effect is durable.
+        # The answer's last frame, or the decode job, has reached the server: the job's effect is durable.
         await delivery.ack()
         return answered
+
+
+def _number(job: GenerateJob, delivery: Delivery) -> int:
+    """Which attempt at the request this is: decode jobs count on from their prefill workers'."""
+    return delivery.attempt + (job.handover.attempt if job.handover else 0)

@@ -123,8 +123,14 @@ class PdMetrics:
             if marks.ready is not None:
                 self.to_engine.observe(now - marks.ready)
 
-    def first_data(self, arrivals: Arrivals) -> None:
-        """The first piece of the answer goes out."""
+    def first_data(self, arrivals: Arrivals | None) -> None:
+        """The first piece of the answer goes out.
+
+        Args:
+            arrivals: What it waited for; None: the prompt was handed over.
+        """
+        if arrivals is None:
+            return
         ready = [marks.ready for marks in arrivals.marks if marks.ready is not None]
         if ready:
             self.to_first_data.observe(time.monotonic() - max(ready))

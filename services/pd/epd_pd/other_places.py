@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator, Set
 import nats.errors
 import nats.js.errors
 
-from epd_common.bus import Bus, JobPuller, Registry, declare_place
+from epd_common.bus import Bus, JobPuller, Registry, declare_consumers, declare_place
 from epd_common.bus.queues import places_with_jobs
 from epd_common.errors import EpdError
-from epd_common.protocol.subjects import ANY_PLACE, is_worker
+from epd_common.protocol.subjects import ANY_PLACE, DECODE_PLACE, is_worker
 from epd_common.rendezvous import ranked
 from epd_common.tasks import end
 
@@ -38,15 +38,19 @@ DECLARE_AGAIN_S = 30.0
 """A queue's consumer goes when nobody has asked it for long; so who looks makes sure of it now and then."""
 
 
-def to_look_into(own: str, holding: Set[str], ready: Set[str]) -> list[str]:
+def to_look_into(
+    own: str, holding: Set[str], ready: Set[str], *, decoders: bool = True
+) -> list[str]:
     """The places that a worker looks into. Pure policy.
 
     Args:
         own: The worker.
         holding: Places that have jobs.
         ready: Workers that take jobs.
+        decoders: Whether there are decode workers that do; what was handed over is anybody's, if not.
     """
-    found = [
+    stranded = {DECODE_PLACE} & holding if not decoders else set()
+    found = [*stranded] + [
         place
         for place in sorted(holding - {own})
         if is_worker(place)
@@ -72,7 +76,7 @@ async def looking_into_other_places(
     """
 
     async def look() -> None:
-        declared: dict[str, str] = {}
+        declared: dict[str, list[str]] = {}
         declared_at = time.monotonic()
         while True:
             pause_s = QUIET_LOOK_S
@@ -86,11 +90,12 @@ async def looking_into_other_places(
                 if holding - {ANY_PLACE}:
                     pause_s = LOOK_S
                 ready = {record.worker for record in registry.ready("pd", model)}
-                places = to_look_into(worker, holding, ready)
+                decoders = bool(registry.decoding(model))
+                places = to_look_into(worker, holding, ready, decoders=decoders)
                 for place in places:
                     if place not in declared:
-                        declared[place] = await declare_place(bus, model, place)
-                puller.look_at([declared[place] for place in places])
+                        declared[place] = await _consumers(bus, model, place)
+                puller.look_at([name for place in places for name in declared[place]])
             except (nats.errors.Error, nats.js.errors.Error, EpdError, TimeoutError) as error:
                 logger.warning("places of other workers: %s", str(error) or type(error).__name__)
             await asyncio.sleep(pause_s)
@@ -100,3 +105,10 @@ async def looking_into_other_places(
         yield
     finally:
         await end(task)
+
+
+async def _consumers(bus: Bus, model: str, place: str) -> list[str]:
+    """Those of a place's jobs."""
+    if place == DECODE_PLACE:
+        return await declare_consumers(bus, "generate", model, place)
+    return [await declare_place(bus, model, place)]

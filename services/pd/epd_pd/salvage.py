@@ -10,7 +10,13 @@ import msgspec
 from epd_common.bus import Bus
 from epd_common.protocol import GenerateJob, ProtocolError
 from epd_common.protocol.codec import UNREADABLE
-from epd_common.protocol.subjects import MAX_INBOX, is_inbox, is_request_id
+from epd_common.protocol.subjects import (
+    DECODE_PLACE,
+    MAX_INBOX,
+    is_inbox,
+    is_request_id,
+    place_of,
+)
 from epd_pd.frames import FrameWriter
 
 
@@ -19,12 +25,17 @@ class _Address(msgspec.Struct):
     request_id: str = ""
 
 
-def check_job(job: GenerateJob, model: str) -> None:
+def check_job(job: GenerateJob, model: str, *, subject: str) -> None:
     """What the message's types do not say.
+
+    Args:
+        subject: To which it was published; to that of decode jobs only workers may.
 
     Raises:
         ProtocolError: naming the field.
     """
+    if job.handover is not None and place_of(subject) != DECODE_PLACE:
+        raise ProtocolError("'handover' is for prefill workers to set")
     if not is_request_id(job.request_id):
         raise ProtocolError("'request_id' must be 1 to 128 letters, digits, '_' or '-'")
     if not math.isfinite(job.deadline):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 
 from epd_common.backlog import Backlog
-from epd_common.bus import Registry
+from epd_common.bus import Bus, Registry
 from epd_common.bus.exhausted import burying_exhausted
 from epd_common.connections import connect
 from epd_common.encode import EncodeHandler
@@ -19,6 +20,7 @@ from epd_common.store import Arena, SizeTable
 from epd_pd.admission import Admission
 from epd_pd.answering import Answering
 from epd_pd.cancels import Cancels
+from epd_pd.handing_over import HandingOver
 from epd_pd.holdings import telling_what_is_held
 from epd_pd.jobs import GenerateHandler
 from epd_pd.local_encode import LocalEncode
@@ -46,7 +48,14 @@ class PdService:
     async def run(self, stop: asyncio.Event) -> None:
         settings = self._settings
         async with AsyncExitStack() as stack:
-            parts = await connect(stack, settings, role="pd", slots=settings.pd_slots, stop=stop)
+            parts = await connect(
+                stack,
+                settings,
+                role="pd",
+                slots=settings.pd_slots,
+                stop=stop,
+                pd_role=settings.pd_role,
+            )
             cancels = await stack.enter_async_context(
                 Cancels(parts.bus, parts.redis, worker=settings.worker_id)
             )
@@ -98,10 +107,12 @@ class PdService:
                 resuming=resuming,
                 long_wait_s=settings.prefill_wait_s,
                 tells_kept=settings.kv_events,
+                handing_over=self._handing_over(parts.bus, registry),
+                prefill_alive=partial(_alive, registry),
                 counters=counters,
                 metrics=metrics,
             )
-            if settings.kv_events:
+            if settings.kv_events and settings.pd_role != "decode":
                 await stack.enter_async_context(
                     telling_what_is_held(parts.bus, engine.kept, worker=settings.worker_id)
                 )
@@ -123,7 +134,11 @@ class PdService:
                 burying_exhausted(parts.bus, "generate", handler.exhausted)
             )
             generate = await parts.pull(
-                stack, "generate", slots=settings.pd_slots, load=lambda: backlog.level
+                stack,
+                "generate",
+                slots=settings.pd_slots,
+                load=lambda: backlog.level,
+                place=subjects.DECODE_PLACE if settings.pd_role == "decode" else subjects.ANY_PLACE,
             )
             await stack.enter_async_context(
                 looking_into_other_places(
@@ -147,3 +162,20 @@ class PdService:
                 )
                 queues.append((encode, encodes.handle, encodes.exhausted))
             await parts.worker.work(queues, stop)
+
+    def _handing_over(self, bus: Bus, registry: Registry) -> HandingOver | None:
+        settings = self._settings
+        if settings.pd_role != "prefill":
+            return None
+        return HandingOver(
+            bus,
+            policy=settings.split_policy(),
+            decoders=lambda: bool(registry.decoding(settings.model_name)),
+            lease_s=settings.kv_lease_s,
+            worker=settings.worker_id,
+        )
+
+
+def _alive(registry: Registry, worker: str) -> bool:
+    view = registry.view(subjects.worker_key("pd", worker))
+    return view is not None and view.alive

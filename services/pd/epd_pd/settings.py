@@ -6,7 +6,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from epd_common.protocol.workers import PdRole
 from epd_common.settings import EncodeSettings, IngestSettings
+from epd_pd.handing_over import SplitPolicy
 from epd_pd.rescue import RescuePolicy
 from epd_sim.settings import SimSettings
 
@@ -38,6 +40,38 @@ class PdSettings(SimSettings, EncodeSettings, IngestSettings):
         True,
         description="Let the engine's process sleep while all its requests wait for embeddings, instead of "
         "polling every millisecond.",
+    )
+    pd_role: PdRole = Field(
+        "pd",
+        description="`prefill` hands prompts over to workers of role `decode`, which answer; `pd` does both.",
+    )
+    split_tokens: int = Field(
+        512,
+        ge=0,
+        description="Prompts of so many tokens or more are handed over by prefill workers; shorter ones are "
+        "answered where they are prefilled.",
+    )
+    split_whole: int = Field(
+        4,
+        ge=0,
+        description="Short prompts that a prefill worker answers itself at a time; more are handed over too.",
+    )
+    kv_lease_s: int = Field(
+        30,
+        ge=6,
+        description="Seconds that a prefill worker keeps the keys and values that it handed over. A decode "
+        "worker which cannot begin to answer within this, less 2, prefills the prompt itself.",
+    )
+    kv_host: str = Field(
+        "127.0.0.1",
+        description="Address at which other workers ask this one for where its keys and values are; one that "
+        "they reach, where prefill and decode are on several nodes.",
+    )
+    kv_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port for that; 0 takes a free one. Tensor parallel engines take the following ones too.",
     )
     kv_events: bool = Field(
         True,
@@ -87,6 +121,9 @@ class PdSettings(SimSettings, EncodeSettings, IngestSettings):
         if self.max_incomplete >= self.max_num_seqs:
             raise ValueError("EPD_MAX_INCOMPLETE must be below EPD_MAX_NUM_SEQS")
         return self
+
+    def split_policy(self) -> SplitPolicy:
+        return SplitPolicy(tokens=self.split_tokens, whole=self.split_whole)
 
     def rescue_policy(self, *, encodes_here: bool) -> RescuePolicy:
         return RescuePolicy(

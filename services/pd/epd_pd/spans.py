@@ -56,5 +56,5 @@ def end(span: Span, trail: Trail, *, outcome: str) -> None:
             "epd.prompt_tokens": receipt.prompt_tokens,
             "epd.resumed_tokens": receipt.resumed_tokens,
         },
-        error="" if outcome == "answered" else outcome,
+        error="" if outcome in ("answered", "handed_over") else outcome,
     )

@@ -53,22 +53,32 @@ class Trail:
     Args:
         began: When the job was taken from its queue, by the monotonic clock.
         queued_s: How long it had lain there.
+        prefill: The receipt of the prefill worker whose decode job it is.
     """
 
     def __init__(
-        self, *, worker: str, node: str, attempt: int, began: float, queued_s: float
+        self,
+        *,
+        worker: str,
+        node: str,
+        attempt: int,
+        began: float,
+        queued_s: float,
+        prefill: Receipt | None = None,
     ) -> None:
         self._worker = worker
         self._node = node
         self._attempt = attempt
         self._began = began
         self._queued_s = queued_s
+        self._prefill = prefill
         self._prepared: float | None = None
         self._entered: float | None = None
         self._first: float | None = None
         self._items: Sequence[Item] = ()
         self._marks: Sequence[ItemMarks] = ()
         self.prompt_tokens = 0
+        self.loaded_tokens = 0
         self.resumed_tokens = 0
         self.restarts = 0
 
@@ -98,12 +108,14 @@ class Trail:
             first_s=self._since(self._first),
             ended_s=time.monotonic() - self._began,
             prompt_tokens=self.prompt_tokens,
+            loaded_tokens=self.loaded_tokens,
             resumed_tokens=self.resumed_tokens,
             restarts=self.restarts,
             items=[
                 self._item(item, marks)
                 for item, marks in zip(self._items, self._marks, strict=True)
             ],
+            prefill=self._prefill,
         )
 
     def _item(self, item: Item, marks: ItemMarks) -> ItemReceipt:

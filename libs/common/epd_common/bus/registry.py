@@ -118,6 +118,14 @@ class Registry:
         """Records of the workers of a model that take work now."""
         return [view.record for view in self.workers(role, model) if view.ready]
 
+    def answering(self, model: str) -> list[WorkerRecord]:
+        """Records of the PD workers of a model that take requests now."""
+        return [record for record in self.ready("pd", model) if record.pd_role != "decode"]
+
+    def decoding(self, model: str) -> list[WorkerRecord]:
+        """Records of the decode workers of a model, which take requests from prefill workers."""
+        return [record for record in self.ready("pd", model) if record.pd_role == "decode"]
+
     def encoding(self, model: str) -> list[WorkerRecord]:
         """Records of the workers of a model that can encode now, whatever their role."""
         views = self.workers(model=model)
@@ -142,7 +150,13 @@ class Registry:
 
     def models(self) -> list[str]:
         """Names of the models that at least one ready PD worker serves."""
-        return sorted({v.record.model for v in self.workers("pd") if v.ready})
+        return sorted(
+            {
+                view.record.model
+                for view in self.workers("pd")
+                if view.ready and view.record.pd_role != "decode"
+            }
+        )
 
     async def _follow(self) -> None:
         """Watch the bucket; after an error begin again, as the bucket itself may be new."""

@@ -170,8 +170,13 @@ OLDEST_SERVER = (2, 12)
 """The first NATS whose consumers know priorities of pulls."""
 
 
-async def declare_consumers(bus: Bus, stage: Stage, model: str) -> list[str]:
+async def declare_consumers(
+    bus: Bus, stage: Stage, model: str, place: str = subjects.ANY_PLACE
+) -> list[str]:
     """Create or update the durable consumers of a model, one a lane; their names, lowest lane first.
+
+    Args:
+        place: Of generate jobs: ``any``, or ``decode``.
 
     Raises:
         UnavailableError: the server is too old.
@@ -189,8 +194,8 @@ async def declare_consumers(bus: Bus, stage: Stage, model: str) -> list[str]:
             name = subjects.encode_consumer(model, lane)
             subject = subjects.encode_subject(model, lane)
         else:
-            name = subjects.generate_consumer(model, lane)
-            subject = subjects.generate_subject(model, lane)
+            name = subjects.generate_consumer(model, lane, place)
+            subject = subjects.generate_subject(model, lane, place)
         await _declare_consumer(bus, stage, name, subject)
         names.append(name)
     return names

@@ -17,7 +17,7 @@ from epd_common.protocol.control import (
 )
 from epd_common.protocol.events import EmbeddingEvent, EmbeddingState, Locator
 from epd_common.protocol.holdings import Held
-from epd_common.protocol.jobs import EncodeJob, GenerateJob, Item, Media
+from epd_common.protocol.jobs import EncodeJob, GenerateJob, Handover, Item, Media
 from epd_common.protocol.receipts import ItemReceipt, Receipt
 from epd_common.protocol.replies import ReplyData, ReplyEnd, ReplyError, ReplyHead
 from epd_common.protocol.workers import WorkerRecord, WorkerState
@@ -30,6 +30,7 @@ __all__ = [
     "EmbeddingState",
     "EncodeJob",
     "GenerateJob",
+    "Handover",
     "Held",
     "Item",
     "ItemReceipt",

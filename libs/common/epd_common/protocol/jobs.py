@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from epd_common.protocol.base import Message, Part
+from epd_common.protocol.receipts import Receipt
 
 Modality = Literal["image", "video", "audio"]
 
@@ -62,6 +63,24 @@ class EncodeJob(Message, tag="encode", frozen=True, kw_only=True):
     traceparent: str = ""
 
 
+class Handover(Part, frozen=True, kw_only=True):
+    """What a prefill worker leaves to a decode worker: where the keys and values of the prompt are.
+
+    ``params`` are what the engine's KV connector said of them, for the connector of another engine of the
+    same kind. They are kept for ``lease_s`` from when the job with this was published. ``metadata`` are those
+    of each item of the job, in their order, so that nobody needs the embeddings to make the same prompt.
+    ``attempt`` is the prefill worker's, after which those of decode workers count on; ``receipt`` is its word
+    on what it did.
+    """
+
+    worker: str
+    attempt: int
+    lease_s: float
+    params: dict[str, Any]
+    metadata: list[dict[str, Any]] = []
+    receipt: Receipt | None = None
+
+
 class GenerateJob(Message, tag="generate", frozen=True, kw_only=True):
     """Answer one request. Subject ``epd.v1.generate.<model>.<lane>.<place>``, stream ``EPD_GENERATE``.
 
@@ -69,6 +88,8 @@ class GenerateJob(Message, tag="generate", frozen=True, kw_only=True):
     ``{"type": "media_ref", "item": N}``, N being a place in ``items``. A body too large for a message
     lies in the media store under ``body_ref``. Reply frames go to ``inbox``. ``requester`` is the key of
     the sender's record in the registry, if it has one: the request ends when its heartbeat is missing.
+
+    A *decode job* is one with a ``handover``, at the place ``decode``. Prefill workers alone make them.
     """
 
     request_id: str
@@ -83,3 +104,4 @@ class GenerateJob(Message, tag="generate", frozen=True, kw_only=True):
     scope: str = ""
     traceparent: str = ""
     requester: str = ""
+    handover: Handover | None = None

@@ -49,9 +49,10 @@ class Receipt(Part, frozen=True, kw_only=True):
 
     ``prepared_s``: the body was read and the embeddings were asked for; ``entered_s``: the engine got it;
     ``first_s``: the first piece of the answer; ``ended_s``: the frame that this comes with. ``prompt_tokens``
-    are estimated where embeddings were not there yet. ``resumed_tokens`` were told by an earlier attempt on
-    another worker; ``restarts`` counts prompts that were made anew, as an item turned out to have another
-    size.
+    are estimated where embeddings were not there yet; ``loaded_tokens`` of them were computed by a prefill
+    worker. ``prefill`` is that one's receipt, which ended when the decode job was published; its ``first_s``
+    is when the prompt was prefilled. ``resumed_tokens`` were told by an earlier attempt on another worker;
+    ``restarts`` counts prompts that were made anew, as an item turned out to have another size.
     """
 
     worker: str
@@ -63,6 +64,8 @@ class Receipt(Part, frozen=True, kw_only=True):
     first_s: float | None = None
     ended_s: float = 0.0
     prompt_tokens: int = 0
+    loaded_tokens: int = 0
     resumed_tokens: int = 0
     restarts: int = 0
     items: list[ItemReceipt] = []
+    prefill: Receipt | None = None

@@ -14,6 +14,8 @@ WORKERS_BUCKET = "epd_workers"
 
 LANES = ("l0", "l1", "l2", "l3", "l4")
 ANY_PLACE = "any"
+DECODE_PLACE = "decode"
+"""Of jobs whose prompts are prefilled: all decode workers take them."""
 
 Stage = Literal["encode", "generate"]
 
@@ -55,6 +57,16 @@ def generate_subject(model: str, lane: str, place: str = ANY_PLACE) -> str:
     return f"epd.v1.generate.{model_token(model)}.{lane}.{place}"
 
 
+def lane_of(subject: str) -> str:
+    """The lane that a job's subject names."""
+    return subject.split(".")[4]
+
+
+def place_of(subject: str) -> str:
+    """The place that the subject of a generate job names."""
+    return subject.split(".")[5]
+
+
 def ready_subject(key: str) -> str:
     return f"epd.v1.ready.{key}"
 
@@ -88,9 +100,9 @@ def encode_consumer(model: str, lane: str) -> str:
     return f"encode-{model_token(model)}-{lane}"
 
 
-def generate_consumer(model: str, lane: str) -> str:
-    """The durable consumer that PD workers of a model share on one lane."""
-    return f"generate-{model_token(model)}-{lane}-{ANY_PLACE}"
+def generate_consumer(model: str, lane: str, place: str = ANY_PLACE) -> str:
+    """The durable consumer that PD workers of a model share on one lane; at ``decode``, decode workers."""
+    return f"generate-{model_token(model)}-{lane}-{place}"
 
 
 def place_consumer(model: str, worker: str) -> str:
@@ -130,5 +142,5 @@ def is_request_id(text: str) -> bool:
 
 
 def is_worker(text: str) -> bool:
-    """Whether this can be a worker's id: 1 to 64 letters, digits, ``_`` or ``-``, and not ``any``."""
-    return text != ANY_PLACE and _WORKER.fullmatch(text) is not None
+    """Whether this can be a worker's id: 1 to 64 letters, digits, ``_`` or ``-``, and not a place's name."""
+    return text not in (ANY_PLACE, DECODE_PLACE) and _WORKER.fullmatch(text) is not None

@@ -13,6 +13,10 @@ Encodes = Literal["no", "queue", "rescue"]
 take the jobs fail."""
 
 
+PdRole = Literal["pd", "prefill", "decode"]
+"""What a PD worker does of a request: all; the prompt, or all of a short one; what comes behind it."""
+
+
 class WorkerRecord(Message, tag="worker", frozen=True, kw_only=True):
     """Who a worker is and how it does; written at every heartbeat.
 
@@ -21,6 +25,7 @@ class WorkerRecord(Message, tag="worker", frozen=True, kw_only=True):
     ``encodes`` is ``queue`` for who takes encode jobs, ``rescue`` for a PD worker that encodes an item itself
     where they fail, else ``no``.
     ``arena_used_bytes`` is of its node's arena, pins of what was evicted left out.
+    ``pd_role`` is of PD workers alone.
     A ``client`` is a process of the client library; its record says only that it lives.
     ``special_tokens`` are the model's reserved tokens, which no message text may hold;
     ``special_token_ids`` are their ids in the same order; no prompt of ids may hold those of media.
@@ -37,6 +42,7 @@ class WorkerRecord(Message, tag="worker", frozen=True, kw_only=True):
     fingerprint: str = ""
     modalities: list[str] = []
     encodes: Encodes = "no"
+    pd_role: PdRole = "pd"
     slots: int = 0
     busy: int = 0
     arena_used_bytes: int = 0

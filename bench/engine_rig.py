@@ -23,7 +23,7 @@ import psutil
 
 from bench.rig_files import FOLDER, STEPS
 from epd_common.client import CHAT
-from epd_common.engines import AnswerHead, Placeholder
+from epd_common.engines import AnswerHead, AnswerPiece, Placeholder
 from epd_common.store import Arena, EmbeddingHeader
 from epd_common.store.arena import map_embedding
 from epd_vllm.encoder_engine import VllmEncoderEngine
@@ -99,7 +99,7 @@ class Rig:
             async for part in answer:
                 if isinstance(part, AnswerHead):
                     status = part.status
-                else:
+                elif isinstance(part, AnswerPiece):
                     raw += part.data
         ids = json.loads(raw)["choices"][0]["token_ids"] if status == 200 else None
         return {"status": status, "ids": ids}

@@ -16,6 +16,7 @@ from epd_common.protocol import (
     EmbeddingEvent,
     EncodeJob,
     GenerateJob,
+    Handover,
     Held,
     Item,
     ItemReceipt,
@@ -55,6 +56,8 @@ RECEIPT = Receipt(
     resumed_tokens=1,
     restarts=1,
     items=[ItemReceipt(key=KEY, encoder="e", rescue="local", ready_s=0.5, store="arena", rows=4)],
+    loaded_tokens=8,
+    prefill=Receipt(worker="p", node="n", attempt=1, queued_s=0.25),
 )
 FULL: dict[type[Message], Message] = {
     type(message): message
@@ -97,6 +100,14 @@ FULL: dict[type[Message], Message] = {
             scope="tenant",
             traceparent="tp",
             requester="gateway.g",
+            handover=Handover(
+                worker="p",
+                attempt=1,
+                lease_s=30.0,
+                params={"remote_block_ids": [[1, 2]]},
+                metadata=[{"image_grid_thw": [1, 8, 8]}],
+                receipt=RECEIPT,
+            ),
         ),
         EmbeddingEvent(
             key=KEY,

@@ -19,6 +19,7 @@ import pytest
 from epd_common.bus import Bus, delivery, streams
 from epd_common.protocol import (
     GenerateJob,
+    Handover,
     Item,
     ItemReceipt,
     Locator,
@@ -105,7 +106,7 @@ def test_page_has_every_field_of_every_message(message: type[msgspec.Struct]) ->
     assert described(str(message.__struct_config__.tag)) == expected
 
 
-@pytest.mark.parametrize("part", [Item, ItemReceipt, Locator, Media, Receipt])
+@pytest.mark.parametrize("part", [Handover, Item, ItemReceipt, Locator, Media, Receipt])
 def test_page_has_every_field_of_every_part(part: type[msgspec.Struct]) -> None:
     assert described(part.__name__) == defined(part)
 

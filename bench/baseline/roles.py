@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epd_common.decoding.pictures import CorruptError, TooManyPixelsError, decode
-from epd_common.engines import AnswerHead, AnswerPiece, Placeholder
+from epd_common.engines import AnswerHead, AnswerPart, AnswerPiece, Placeholder
 from epd_common.errors import BadRequestError, EpdError, UpstreamError
 from epd_common.ingest.body import CHAT
 from epd_common.ingest.data_uri import parse_data_uri
@@ -157,7 +157,7 @@ class PdRole:
 
     async def answer(
         self, request_id: str, body: dict[str, Any]
-    ) -> AsyncGenerator[AnswerHead | AnswerPiece, None]:
+    ) -> AsyncGenerator[AnswerPart, None]:
         """The engine's answer.
 
         Raises:
@@ -214,7 +214,7 @@ def with_references(body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def first_part(
-    parts: AsyncGenerator[AnswerHead | AnswerPiece, None],
+    parts: AsyncGenerator[AnswerPart, None],
 ) -> tuple[AnswerHead, AsyncIterator[bytes]]:
     """The head of an answer, and its body's pieces."""
     head = await anext(parts)

@@ -158,6 +158,9 @@ class Loaded:
     loaded_tokens: int = 0
 
 
+AnswerPart = AnswerHead | AnswerPiece | KvHandle
+
+
 class KvLostError(UpstreamError):
     """The keys and values of a handle cannot be had; nothing was answered."""
 
@@ -231,7 +234,7 @@ class PdEngine(EncoderEngine, Protocol):
         hand_over: bool = False,
         kv: KvHandle | None = None,
         loaded: Loaded | None = None,
-    ) -> AsyncGenerator[AnswerHead | AnswerPiece | KvHandle, None]:
+    ) -> AsyncGenerator[AnswerPart, None]:
         """An :class:`AnswerHead`, then the body in pieces. Closing the generator aborts the request.
 
         The head comes with the first piece, so a request that fails before has a status of its own.

@@ -17,6 +17,7 @@ from epd_common.beginnings import Beginning
 from epd_common.changes import Changes
 from epd_common.engines import (
     AnswerHead,
+    AnswerPart,
     AnswerPiece,
     EngineInfo,
     KvHandle,
@@ -121,7 +122,7 @@ class SimPdEngine(SimEngine):
         hand_over: bool = False,
         kv: KvHandle | None = None,
         loaded: Loaded | None = None,
-    ) -> AsyncGenerator[AnswerHead | AnswerPiece | KvHandle, None]:
+    ) -> AsyncGenerator[AnswerPart, None]:
         try:
             request = read_request(
                 route,

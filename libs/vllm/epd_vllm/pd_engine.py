@@ -20,7 +20,7 @@ import numpy
 from epd_common.beginnings import Beginning
 from epd_common.engines import (
     AnswerHead,
-    AnswerPiece,
+    AnswerPart,
     EngineInfo,
     KvHandle,
     KvLostError,
@@ -177,7 +177,7 @@ class VllmPdEngine(VllmEngine):
         hand_over: bool = False,
         kv: KvHandle | None = None,
         loaded: Loaded | None = None,
-    ) -> AsyncGenerator[AnswerHead | AnswerPiece | KvHandle, None]:
+    ) -> AsyncGenerator[AnswerPart, None]:
         if self._app is None:
             raise RuntimeError("the engine was not started")
         if told is not None:

@@ -17,7 +17,7 @@ from epd_common.beginnings import Beginning, beginnings_of
 from epd_common.costs import work_of
 from epd_common.engines import (
     AnswerHead,
-    AnswerPiece,
+    AnswerPart,
     EngineInfo,
     KvHandle,
     KvLostError,
@@ -400,7 +400,7 @@ class Answering:
     async def _send(
         self,
         attempt: Attempt,
-        parts: AsyncIterator[AnswerHead | AnswerPiece | KvHandle],
+        parts: AsyncIterator[AnswerPart],
         arrivals: Arrivals | None,
     ) -> KvHandle | None:
         """Send what the engine says. The handle, if it says that it has prefilled for others."""
@@ -470,8 +470,8 @@ class Answering:
 
 
 async def _once_known(
-    answer: AsyncIterator[AnswerHead | AnswerPiece | KvHandle], arrivals: Arrivals
-) -> AsyncIterator[AnswerHead | AnswerPiece | KvHandle]:
+    answer: AsyncIterator[AnswerPart], arrivals: Arrivals
+) -> AsyncIterator[AnswerPart]:
     """The parts of an answer; a refusal only once all items are here.
 
     Before that it may be due to a forecast that is wrong, which then is the arrivals' failure.

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-from epd_common.engines import AnswerHead, AnswerPiece, KvHandle, KvLostError
+from epd_common.engines import AnswerPart, KvLostError
 from epd_common.protocol import Handover
 from epd_common.tasks import end
 
@@ -21,8 +21,6 @@ CLOCKS_S = 2.0
 """By so much the clocks of broker and workers may differ."""
 
 LOOK_S = 0.25
-
-Part = AnswerHead | AnswerPiece | KvHandle
 
 
 def believable_s(handover: Handover | None, *, delivered: int, queued_s: float) -> float:
@@ -47,13 +45,17 @@ class Loading:
     """
 
     def __init__(
-        self, answer: AsyncGenerator[Part, None], *, within_s: float, alive: Callable[[], bool]
+        self,
+        answer: AsyncGenerator[AnswerPart, None],
+        *,
+        within_s: float,
+        alive: Callable[[], bool],
     ) -> None:
         self._answer = answer
         self._until = time.monotonic() + within_s
         self._alive = alive
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncIterator[AnswerPart]:
         """The parts of the answer.
 
         Raises:

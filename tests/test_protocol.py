@@ -181,6 +181,7 @@ FULL: dict[type[Message], Message] = {
             fingerprint="f",
             modalities=["image"],
             encodes="rescue",
+            pd_role="decode",
             slots=8,
             busy=2,
             arena_used_bytes=5,

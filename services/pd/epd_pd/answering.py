@@ -9,14 +9,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from epd_common.backlog import Share
-from epd_common.beginnings import Beginning, beginnings_of
+from epd_common.beginnings import beginnings_of
 from epd_common.costs import work_of
 from epd_common.engines import (
-    AnswerHead,
     AnswerPart,
     EngineInfo,
     KvHandle,
@@ -30,7 +27,6 @@ from epd_common.errors import (
     BadRequestError,
     BusyError,
     DeadlineError,
-    EpdError,
     SendAgainError,
     TooLargeError,
     UpstreamError,
@@ -45,56 +41,17 @@ from epd_common.tasks import end
 from epd_common.urgency import engine_priority
 from epd_pd.admission import Admission, text_before_first_item
 from epd_pd.arrivals import Arrivals, ForecastError
-from epd_pd.frames import FrameWriter
+from epd_pd.attempt import Attempt
 from epd_pd.handing_over import HandingOver
 from epd_pd.loading import Loading, believable_s
 from epd_pd.metrics import PdMetrics
 from epd_pd.readiness import Readiness
 from epd_pd.resuming import Resuming, may_go_on, told_of
-from epd_pd.trail import Trail
+from epd_pd.sending import once_known, send
 
 logger = logging.getLogger(__name__)
 
 ROUTES = (CHAT, COMPLETIONS, RESPONSES)
-
-
-@dataclass(slots=True)
-class Attempt:
-    """A request, and one try at answering it.
-
-    Attributes:
-        number: Which attempt at it this is, from 1; that of a decode job counts on from its prefill worker's.
-        delivered: How often its job was delivered, this time included.
-        sequence: The job's number in its stream, and ``lane`` where it was there.
-        published: When the job was, by the broker's clock, which is ``queued_s`` ago.
-        share: What it adds to the worker's backlog.
-        trail: What happened to it so far.
-        traceparent: Of what is done for it here.
-        keys: Of its items; those of raw ones only once it is prepared.
-        arrivals: What it waits for, once it is prepared.
-        beginnings: By which others know its prompt, once it is prepared.
-        handed_over: Its decode job is published, so others answer it.
-    """
-
-    job: GenerateJob
-    number: int
-    delivered: int
-    sequence: int
-    lane: str
-    published: float
-    queued_s: float
-    writer: FrameWriter
-    share: Share
-    trail: Trail
-    traceparent: str
-    keys: list[str] = field(default_factory=list)
-    arrivals: Arrivals | None = None
-    beginnings: list[Beginning] = field(default_factory=list)
-    handed_over: bool = False
-
-    @property
-    def log_fields(self) -> dict[str, Any]:
-        return {"request_id": self.job.request_id, "attempt": self.number}
 
 
 class Answering:
@@ -245,7 +202,7 @@ class Answering:
                 long_wait_s=self._long_wait_s,
             )
         }
-        loaded = Loaded()
+        loaded = attempt.trail.loaded = Loaded()
         attempt.trail.prepared([], [])
         attempt.trail.entered()
         answer = self._engine.answer(
@@ -266,12 +223,13 @@ class Answering:
                 await self._send(attempt, loading.parts(), None)
         except KvLostError as error:
             self._counters["kv_lost"] += 1
+            attempt.trail.loaded = None
             logger.warning(
                 "prefilling a prompt anew: %s", error, extra=attempt.log_fields | error.fields()
             )
             return False
         self._counters["kv_loaded"] += 1
-        attempt.trail.loaded_tokens = loaded.loaded_tokens
+        self._counters["loaded_tokens"] += loaded.loaded_tokens
         return True
 
     async def _told(self, attempt: Attempt) -> Told | None:
@@ -360,7 +318,7 @@ class Answering:
             traceparent=attempt.traceparent,
         )
         async with contextlib.aclosing(answer):
-            await self._send(attempt, _once_known(answer, arrivals), arrivals)
+            await self._send(attempt, once_known(answer, arrivals), arrivals)
 
     async def _hand_over(
         self, attempt: Attempt, body: dict[str, Any], arrivals: Arrivals, over: HandingOver
@@ -377,7 +335,7 @@ class Answering:
             hand_over=True,
         )
         async with contextlib.aclosing(answer):
-            handle = await self._send(attempt, _once_known(answer, arrivals), arrivals)
+            handle = await self._send(attempt, once_known(answer, arrivals), arrivals)
         if handle is None:  # a refusal, and that is the answer
             return True
         attempt.trail.answered()
@@ -398,34 +356,9 @@ class Answering:
         return True
 
     async def _send(
-        self,
-        attempt: Attempt,
-        parts: AsyncIterator[AnswerPart],
-        arrivals: Arrivals | None,
+        self, attempt: Attempt, parts: AsyncIterator[AnswerPart], arrivals: Arrivals | None
     ) -> KvHandle | None:
-        """Send what the engine says. The handle, if it says that it has prefilled for others."""
-        writer, begun = attempt.writer, False
-        writer.rewind()
-        async for part in parts:
-            if arrivals is not None and arrivals.failure is not None:
-                return None  # what the engine says of a missing or unfit item is not the answer
-            if not self._engine.alive:  # what it says of that is not the answer
-                raise UpstreamError("the engine died while it answered", stage="generate")
-            if isinstance(part, KvHandle):
-                return part
-            if isinstance(part, AnswerHead):
-                await writer.head(part.status, part.content_type)
-                continue
-            if not begun:
-                begun = True
-                self._metrics.first_data(arrivals)
-            attempt.share.prefilled()
-            attempt.trail.answered()
-            await writer.data(part)
-        if not self._engine.alive:
-            raise UpstreamError("the engine died while it answered", stage="generate")
-        await writer.end()
-        return None
+        return await send(attempt, self._engine, parts, arrivals=arrivals, metrics=self._metrics)
 
     async def _raw_media(self, items: Sequence[Item]) -> dict[str, bytes]:
         """The bytes of those items that vLLM wants to see itself, to know how much room they take."""
@@ -467,26 +400,6 @@ class Answering:
         body = parse_body(raw)
         body.setdefault("model", job.model)
         return body
-
-
-async def _once_known(
-    answer: AsyncIterator[AnswerPart], arrivals: Arrivals
-) -> AsyncIterator[AnswerPart]:
-    """The parts of an answer; a refusal only once all items are here.
-
-    Before that it may be due to a forecast that is wrong, which then is the arrivals' failure.
-    """
-    try:
-        async for part in answer:
-            if isinstance(part, AnswerHead) and part.status >= 400:
-                await arrivals.settled()
-            yield part
-    except EpdError:
-        raise
-    except Exception:
-        await arrivals.settled()
-        if arrivals.failure is None:
-            raise
 
 
 def nobody_goes_on() -> UpstreamError:

@@ -24,7 +24,8 @@ from epd_common.protocol import GenerateJob, ProtocolError, decode, subjects
 from epd_common.tasks import end
 from epd_common.telemetry.traces import Tracer
 from epd_pd import spans
-from epd_pd.answering import Answering, Attempt, nobody_goes_on
+from epd_pd.answering import Answering, nobody_goes_on
+from epd_pd.attempt import Attempt
 from epd_pd.cancels import Cancels
 from epd_pd.frames import FrameWriter
 from epd_pd.replays import Replays

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from epd_common.engines import Loaded
 from epd_common.protocol import EmbeddingEvent, Item, ItemReceipt, Receipt
 from epd_common.protocol.receipts import Rescue
 from epd_common.store import EmbeddingHeader
@@ -78,7 +79,7 @@ class Trail:
         self._items: Sequence[Item] = ()
         self._marks: Sequence[ItemMarks] = ()
         self.prompt_tokens = 0
-        self.loaded_tokens = 0
+        self.loaded: Loaded | None = None
         self.resumed_tokens = 0
         self.restarts = 0
 
@@ -108,7 +109,7 @@ class Trail:
             first_s=self._since(self._first),
             ended_s=time.monotonic() - self._began,
             prompt_tokens=self.prompt_tokens,
-            loaded_tokens=self.loaded_tokens,
+            loaded_tokens=self.loaded.loaded_tokens if self.loaded else 0,
             resumed_tokens=self.resumed_tokens,
             restarts=self.restarts,
             items=[

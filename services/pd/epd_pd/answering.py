@@ -8,7 +8,7 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from epd_common.beginnings import beginnings_of
@@ -17,10 +17,7 @@ from epd_common.engines import (
     AnswerPart,
     EngineInfo,
     KvHandle,
-    KvLostError,
-    Loaded,
     PdEngine,
-    Placeholder,
     Told,
 )
 from epd_common.errors import (
@@ -33,7 +30,6 @@ from epd_common.errors import (
 )
 from epd_common.ingest import Ingest
 from epd_common.ingest.body import CHAT, COMPLETIONS, RESPONSES, parse_body
-from epd_common.ingest.pipeline import Prepared
 from epd_common.orders import OrderContext
 from epd_common.protocol import GenerateJob, Item
 from epd_common.store import MediaStore
@@ -43,7 +39,7 @@ from epd_pd.admission import Admission, text_before_first_item
 from epd_pd.arrivals import Arrivals, ForecastError
 from epd_pd.attempt import Attempt
 from epd_pd.handing_over import HandingOver
-from epd_pd.loading import Loading, believable_s
+from epd_pd.loading import Loading
 from epd_pd.metrics import PdMetrics
 from epd_pd.readiness import Readiness
 from epd_pd.resuming import Resuming, may_go_on, told_of
@@ -60,9 +56,9 @@ class Answering:
     Args:
         long_wait_s: See :func:`epd_common.urgency.engine_priority`.
         tells_kept: Whether others are told what the engine keeps of prompts.
+        loading: Answers what was handed over.
         handing_over: A prefill worker's.
-        prefill_alive: Whether the prefill worker of this id lives.
-        counters: ``resumed``, ``wrong_forecasts``, ``kv_loaded``, ``kv_lost``.
+        counters: ``resumed``, ``wrong_forecasts``.
         metrics: Say how long what is ready takes to and through the engine.
     """
 
@@ -78,14 +74,14 @@ class Answering:
         resuming: Resuming,
         long_wait_s: float,
         tells_kept: bool,
+        loading: Loading,
         handing_over: HandingOver | None,
-        prefill_alive: Callable[[str], bool],
         counters: Counter[str],
         metrics: PdMetrics,
     ) -> None:
         self._tells_kept = tells_kept
         self._handing_over = handing_over
-        self._prefill_alive = prefill_alive
+        self._loading = loading
         self._engine = engine
         self._info = info
         self._ingest = ingest
@@ -164,7 +160,7 @@ class Answering:
         )
         prompt_tokens = attempt.trail.prompt_tokens = work.text + (work.visual or 0)
         media = await self._raw_media(prepared.items)
-        if await self._answer_from_handover(attempt, prepared, media):
+        if await self._loading.answer(attempt, prepared, media):
             return
         attempt.share.estimate(prompt_tokens)
         prepared.body["priority"] = engine_priority(
@@ -177,60 +173,6 @@ class Answering:
             attempt.arrivals = arrivals
             attempt.trail.prepared(prepared.items, arrivals.marks)
             await self._generate(attempt, prepared.body, arrivals, told)
-
-    async def _answer_from_handover(
-        self, attempt: Attempt, prepared: Prepared, media: Mapping[str, bytes]
-    ) -> bool:
-        """Answer with what a prefill worker has left; False where there is nothing, or nothing that can be
-        believed. Then nothing was sent."""
-        handover = attempt.job.handover
-        within_s = believable_s(handover, delivered=attempt.delivered, queued_s=attempt.queued_s)
-        if handover is None:
-            return False
-        if within_s <= 0 or len(handover.metadata) != len(prepared.items):
-            self._counters["kv_lost"] += 1
-            return False
-        placeholders = [
-            Placeholder(item.key, item.modality, metadata, media.get(item.key))
-            for item, metadata in zip(prepared.items, handover.metadata, strict=True)
-        ]
-        body = prepared.body | {
-            "priority": engine_priority(
-                attempt.job.priority,
-                published=attempt.published,
-                prompt_tokens=0,
-                long_wait_s=self._long_wait_s,
-            )
-        }
-        loaded = attempt.trail.loaded = Loaded()
-        attempt.trail.prepared([], [])
-        attempt.trail.entered()
-        answer = self._engine.answer(
-            attempt.job.request_id,
-            attempt.job.route,
-            copy.deepcopy(body),
-            placeholders,
-            beginnings=attempt.beginnings,
-            traceparent=attempt.traceparent,
-            kv=KvHandle(handover.params),
-            loaded=loaded,
-        )
-        loading = Loading(
-            answer, within_s=within_s, alive=lambda: self._prefill_alive(handover.worker)
-        )
-        try:
-            async with contextlib.aclosing(answer):
-                await self._send(attempt, loading.parts(), None)
-        except KvLostError as error:
-            self._counters["kv_lost"] += 1
-            attempt.trail.loaded = None
-            logger.warning(
-                "prefilling a prompt anew: %s", error, extra=attempt.log_fields | error.fields()
-            )
-            return False
-        self._counters["kv_loaded"] += 1
-        self._counters["loaded_tokens"] += loaded.loaded_tokens
-        return True
 
     async def _told(self, attempt: Attempt) -> Told | None:
         """What an older attempt has told the client; None if the answer may begin anew.

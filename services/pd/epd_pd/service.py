@@ -23,6 +23,7 @@ from epd_pd.cancels import Cancels
 from epd_pd.handing_over import HandingOver
 from epd_pd.holdings import telling_what_is_held
 from epd_pd.jobs import GenerateHandler
+from epd_pd.loading import Loading
 from epd_pd.local_encode import LocalEncode
 from epd_pd.metrics import PdMetrics
 from epd_pd.other_places import looking_into_other_places
@@ -107,8 +108,13 @@ class PdService:
                 resuming=resuming,
                 long_wait_s=settings.prefill_wait_s,
                 tells_kept=settings.kv_events,
+                loading=Loading(
+                    engine,
+                    prefill_alive=partial(_alive, registry),
+                    metrics=metrics,
+                    counters=counters,
+                ),
                 handing_over=self._handing_over(parts.bus, registry),
-                prefill_alive=partial(_alive, registry),
                 counters=counters,
                 metrics=metrics,
             )

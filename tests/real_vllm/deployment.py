@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL_MODEL = ROOT / "models" / "shapes-qwen2vl"
 START_TIMEOUT_S = 420
 PATIENCE_S = 2.0
+KV_LEASE_S = 8
 TOOL_ARGUMENTS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
@@ -27,6 +28,8 @@ class Setup:
 
     encoders: int = 1
     pds: int = 1
+    prefills: int = 0
+    decodes: int = 0
     engine: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     metrics: bool = False
@@ -38,6 +41,13 @@ SETUPS = {
     "two of each": Setup(encoders=2, pds=2),
     "by prefix, little memory": Setup(
         pds=2, engine=LITTLE_MEMORY, environment={"EPD_PLACEMENT": "prefix"}
+    ),
+    "e+p+d": Setup(
+        pds=0,
+        prefills=2,
+        decodes=2,
+        environment={"EPD_SPLIT_TOKENS": "0", "EPD_KV_LEASE_S": str(KV_LEASE_S)},
+        metrics=True,
     ),
     "little memory": Setup(engine=LITTLE_MEMORY),
     "both": Setup(encoders=0, metrics=True),
@@ -100,6 +110,8 @@ class Deployments:
             served_model=name,
             encoders=SETUPS[setup].encoders,
             pds=SETUPS[setup].pds,
+            prefills=SETUPS[setup].prefills,
+            decodes=SETUPS[setup].decodes,
             port=0,
             state_dir=self._folder / name,
             environment={

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from copy import copy
 from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -20,7 +21,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from epd_vllm.beginnings import attach
-from epd_vllm.handover import NOTES
+from epd_vllm.handover import NOTES, HandoverNotes
 from epd_vllm.tape import TAPE, Tape
 
 _FINISH = {str(reason): reason for reason in FinishReason}
@@ -29,6 +30,11 @@ _FINISH = {str(reason): reason for reason in FinishReason}
 class ContinuingLLM(AsyncLLM):
     """Looks at the :data:`~epd_vllm.tape.TAPE` of the task in which a request comes, at its
     :data:`~epd_vllm.beginnings.BEGINNINGS`, and at its :data:`~epd_vllm.handover.NOTES`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.notes: WeakValueDictionary[str, HandoverNotes] = WeakValueDictionary()
+        """Those of requests that run, by the engine's names for these."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         attach(kwargs["sampling_params"] if "sampling_params" in kwargs else args[1])
@@ -51,7 +57,9 @@ class ContinuingLLM(AsyncLLM):
         index: int,
         queue: RequestOutputCollector,
     ) -> None:
-        tape = TAPE.get()
+        tape, notes = TAPE.get(), NOTES.get()
+        if notes is not None:
+            self.notes[request.request_id] = notes
         if tape is None or not tape.to_tell:
             await super()._add_request(request, prompt, parent_req, index, queue)
             return

@@ -17,7 +17,7 @@ from epd_vllm.modalities import Modalities
 from epd_vllm.model import describe
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from epd_vllm.continuing import ContinuingLLM
 
 TRACES = "--otlp-traces-endpoint"
 """vLLM's option to send spans of its own."""
@@ -53,7 +53,7 @@ class VllmEngine:
     def __init__(self, options: EngineOptions, *, staging: Path) -> None:
         self._options = options
         self._staging = staging
-        self._engine: AsyncLLM | None = None
+        self._engine: ContinuingLLM | None = None
         self._encoder: ItemEncoder | None = None
         self._steps = 0
         self._batches: Counter[int] = Counter()
@@ -93,12 +93,14 @@ class VllmEngine:
             options["--revision"] = given.revision
         return engine_arguments(role=options, extra=given.extra_arguments)
 
-    async def _launch(self, arguments: list[str], progress: Progress) -> tuple[AsyncLLM, Namespace]:
+    async def _launch(
+        self, arguments: list[str], progress: Progress
+    ) -> tuple[ContinuingLLM, Namespace]:
         self._engine, parsed = await launch(arguments, progress)
         self._count_steps(self._engine)
         return self._engine, parsed
 
-    def _count_steps(self, engine: AsyncLLM) -> None:
+    def _count_steps(self, engine: ContinuingLLM) -> None:
         """Count the steps that gave something, and the items that each finished: what the engine's process
         sends of each is the only sign of its life that costs nothing."""
         receive = engine.engine_core.get_output_async
@@ -106,6 +108,9 @@ class VllmEngine:
         async def counted() -> Any:
             outputs = await receive()
             self._steps += 1
+            for output in outputs.outputs:
+                if output.prefill_stats and (notes := engine.notes.get(output.request_id)):
+                    notes.prefilled(output.prefill_stats)
             # Only who was encoded, and has ended with that, brings an item's metadata.
             if items := sum(bool(output.ec_transfer_params) for output in outputs.outputs):
                 self._batches[items] += 1

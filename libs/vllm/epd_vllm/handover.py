@@ -14,6 +14,7 @@ from epd_common.engines import Loaded
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
+    from vllm.v1.metrics.stats import PrefillStats
 
 NOTES: ContextVar[HandoverNotes | None] = ContextVar("epd_handover", default=None)
 """Those of the request in whose task this is read; None where nothing is handed over."""
@@ -50,15 +51,16 @@ class HandoverNotes:
         """An output is about to be handed to the serving code."""
         if output.kv_transfer_params:
             self.params = output.kv_transfer_params
-        if self._began:
-            return
         completion = output.outputs[0] if output.outputs else None
-        if completion is not None and completion.finish_reason == "error":
+        if not self._began and completion is not None and completion.finish_reason == "error":
             self.lost = True
         self._began = True
-        if self._loaded is not None and not self.lost:
-            self._loaded.prompt_tokens = len(output.prompt_token_ids or ())
-            self._loaded.loaded_tokens = output.num_cached_tokens or 0
+
+    def prefilled(self, stats: PrefillStats) -> None:
+        """The engine has the whole prompt. What an output says of it counts what its prefill worker had."""
+        if self._loaded is not None:
+            self._loaded.prompt_tokens = stats.num_prompt_tokens
+            self._loaded.loaded_tokens = stats.num_cached_tokens
 
 
 def prefill_only(body: dict[str, Any], limit: str) -> dict[str, Any]:

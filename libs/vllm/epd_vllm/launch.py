@@ -19,6 +19,8 @@ from epd_vllm.openai_app import parse_arguments
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from epd_vllm.continuing import ContinuingLLM
+
 # Enough for small models; a GPU's engine measures its memory itself.
 _CPU_DEFAULTS = {
     "--dtype": "float32",
@@ -81,7 +83,7 @@ async def inspect(arguments: list[str]) -> Modalities:
         raise _not_started(arguments, error) from error
 
 
-async def launch(arguments: list[str], progress: Progress) -> tuple[AsyncLLM, Namespace]:
+async def launch(arguments: list[str], progress: Progress) -> tuple[ContinuingLLM, Namespace]:
     """Load an engine.
 
     Raises:

@@ -116,7 +116,7 @@ class VllmEngine:
                 self._batches[items] += 1
             return outputs
 
-        vars(engine.engine_core)["get_output_async"] = counted
+        engine.engine_core.get_output_async = counted
 
     async def _loaded(self, modalities: Modalities, *, encodes: bool) -> EngineInfo:
         """What was loaded; with ``encodes`` it takes items from now on."""

@@ -89,7 +89,7 @@ async def looking_into_other_places(
                 holding = await places_with_jobs(bus, model)
                 if holding - {ANY_PLACE}:
                     pause_s = LOOK_S
-                ready = {record.worker for record in registry.ready("pd", model)}
+                ready = {record.worker for record in registry.answering(model)}
                 decoders = bool(registry.decoding(model))
                 places = to_look_into(worker, holding, ready, decoders=decoders)
                 for place in places:

@@ -139,23 +139,26 @@ class PdService:
             await stack.enter_async_context(
                 burying_exhausted(parts.bus, "generate", handler.exhausted)
             )
+            decodes = settings.pd_role == "decode"
             generate = await parts.pull(
                 stack,
                 "generate",
                 slots=settings.pd_slots,
-                load=lambda: backlog.level,
-                place=subjects.DECODE_PLACE if settings.pd_role == "decode" else subjects.ANY_PLACE,
+                # Who has nothing to prefill is loaded by the answers that it tells.
+                load=None if decodes else lambda: backlog.level,
+                place=subjects.DECODE_PLACE if decodes else subjects.ANY_PLACE,
             )
-            await stack.enter_async_context(
-                looking_into_other_places(
-                    parts.bus,
-                    generate,
-                    registry,
-                    model=settings.model_name,
-                    worker=settings.worker_id,
-                    counters=counters,
+            if not decodes:
+                await stack.enter_async_context(
+                    looking_into_other_places(
+                        parts.bus,
+                        generate,
+                        registry,
+                        model=settings.model_name,
+                        worker=settings.worker_id,
+                        counters=counters,
+                    )
                 )
-            )
             metrics.show(counters, admission=admission, backlog=backlog, puller=generate)
             queues = [(generate, handler.handle, handler.exhausted)]
             if takes_encodes:

@@ -4,6 +4,7 @@
     python -m bench.compare --workload azure --goodput --time-scale 2
     python -m bench.compare --workload random-mm --rate 2 --slow-encoder 5
     python -m bench.compare --workload random-mm --rate 2 --kill-encoder --rounds 3
+    python -m bench.compare --systems ours,epd --pds 4 --prefills 2 --decodes 2 --rate 1
     python -m bench.compare --model models/shapes-qwen2vl --encoders 1 --pds 1 --concurrency 1 --images 4
 
 In each round every system gets the same requests at the same times, one system after the other; only the one
@@ -69,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--encoders", type=int, default=shape.encoders)
     parser.add_argument("--pds", type=int, default=shape.pds)
+    parser.add_argument(
+        "--prefills",
+        type=int,
+        help="of the system `epd`, and --decodes: --pds in all; default: half",
+    )
+    parser.add_argument("--decodes", type=int)
     parser.add_argument("--profile", choices=PROFILES, default=shape.profile)
     parser.add_argument("--time-scale", type=float, default=shape.time_scale)
     parser.add_argument("--max-num-seqs", type=int, default=shape.max_num_seqs)
@@ -106,12 +113,15 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             raise BenchError(f"--model: {arguments.model} has no config.json")
         if arguments.time_scale != 1 or arguments.slow_encoder != 1:
             raise BenchError("--time-scale and --slow-encoder are for simulated engines")
+    prefills, decodes = _roles(arguments)
     workload = workload_of(arguments)
     return Plan(
         shape=Shape(
             model=arguments.model,
             encoders=arguments.encoders,
             pds=arguments.pds,
+            prefill_pds=prefills,
+            decode_pds=decodes,
             profile=arguments.profile,
             time_scale=arguments.time_scale,
             slow_encoder=arguments.slow_encoder,
@@ -137,6 +147,23 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     )
 
 
+def _roles(arguments: argparse.Namespace) -> tuple[int, int]:
+    """How many PD workers of the system ``epd`` prefill and decode."""
+    prefills, decodes = arguments.prefills, arguments.decodes
+    if prefills is None:
+        prefills = arguments.pds // 2 if decodes is None else arguments.pds - decodes
+    if decodes is None:
+        decodes = arguments.pds - prefills
+    if "epd" in arguments.systems.split(",") and (
+        min(prefills, decodes) < 1 or prefills + decodes != arguments.pds
+    ):
+        raise BenchError(
+            f"{prefills} prefill and {decodes} decode workers: the system `epd` needs one of each, and "
+            f"as many in all as --pds, {arguments.pds}"
+        )
+    return prefills, decodes
+
+
 async def run(plan: Plan, arguments: argparse.Namespace) -> int:
     """All rounds, then the table and the JSON file."""
     systems = arguments.systems.split(",")
@@ -155,7 +182,7 @@ async def run(plan: Plan, arguments: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(
         f"{plan.workload.name}: {plan.workload.about}\n{plan.shape.encoders} encoders, "
-        f"{plan.shape.pds} PD workers, {_engines(plan.shape)}, "
+        f"{_pd_workers(plan.shape, systems)}, {_engines(plan.shape)}, "
         f"{arguments.rounds} rounds, seed {arguments.seed}; {machine.processor}, {machine.cores} cores; "
         f"SLO {plan.slo.text}",
         highlight=False,
@@ -172,6 +199,15 @@ async def run(plan: Plan, arguments: argparse.Namespace) -> int:
         }
         await asyncio.to_thread(_write, arguments.out, json.dumps(whole, indent=1))
     return 0
+
+
+def _pd_workers(shape: Shape, systems: list[str]) -> str:
+    roles = (
+        f" (epd: {shape.prefill_pds} prefill, {shape.decode_pds} decode)"
+        if "epd" in systems
+        else ""
+    )
+    return f"{shape.pds} PD workers{roles}"
 
 
 def _engines(shape: Shape) -> str:

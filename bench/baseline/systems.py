@@ -46,6 +46,8 @@ class Shape:
     Attributes:
         model: A folder with a model for real vLLM; without one engines are simulated.
         encoders: With 0 of them, PD workers encode as well.
+        prefill_pds: Of the system ``epd``, whose PD workers have roles: so many prefill, and
+            ``decode_pds`` decode.
         time_scale: All simulated times are multiplied by it.
         slow_encoder: The first encoder takes so many times as long.
         max_num_seqs: Sequences that a PD worker's engine runs at once.
@@ -57,6 +59,8 @@ class Shape:
     model: str = ""
     encoders: int = 2
     pds: int = 2
+    prefill_pds: int = 1
+    decode_pds: int = 1
     profile: str = "qwen2.5-vl-7b-h100"
     time_scale: float = 1.0
     slow_encoder: float = 1.0
@@ -99,6 +103,21 @@ class System:
 @contextlib.asynccontextmanager
 async def ours(shape: Shape) -> AsyncIterator[System]:
     """This project: gateway, encoders, PD workers, NATS and Valkey."""
+    async with _ours(shape, "ours", pds=shape.pds) as system:
+        yield system
+
+
+@contextlib.asynccontextmanager
+async def three_stages(shape: Shape) -> AsyncIterator[System]:
+    """The same, with workers of their own for prefill and for decode."""
+    async with _ours(shape, "epd", prefills=shape.prefill_pds, decodes=shape.decode_pds) as system:
+        yield system
+
+
+@contextlib.asynccontextmanager
+async def _ours(
+    shape: Shape, name: str, *, pds: int = 0, prefills: int = 0, decodes: int = 0
+) -> AsyncIterator[System]:
     environment = {
         "EPD_SIM_PROFILE": shape.profile,
         "EPD_SIM_TIME_SCALE": str(shape.time_scale),
@@ -118,7 +137,9 @@ async def ours(shape: Shape) -> AsyncIterator[System]:
             model=shape.model or "sim",
             served_model=SERVED_MODEL,
             encoders=shape.encoders,
-            pds=shape.pds,
+            pds=pds,
+            prefills=prefills,
+            decodes=decodes,
             port=0,
             state_dir=Path(folder),
             environment=environment,
@@ -135,7 +156,7 @@ async def ours(shape: Shape) -> AsyncIterator[System]:
             async def counts() -> dict[str, int]:
                 return (await looked.read()).counts
 
-            yield System("ours", stack.gateway_url, pids, counts)
+            yield System(name, stack.gateway_url, pids, counts)
 
 
 @contextlib.asynccontextmanager
@@ -165,7 +186,7 @@ async def colocated(shape: Shape) -> AsyncIterator[System]:
         )
 
 
-SYSTEMS = {"ours": ours, "proxy": vllm_proxy, "colocated": colocated}
+SYSTEMS = {"ours": ours, "epd": three_stages, "proxy": vllm_proxy, "colocated": colocated}
 
 
 @contextlib.asynccontextmanager

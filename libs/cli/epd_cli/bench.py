@@ -29,7 +29,10 @@ from epd_common.errors import EpdError
 from epd_common.health import ask_health
 
 EXIT_BAD_INPUT = 2
-COUNTS = ("encoded", "hits", "embedding_bytes", "redis_fetched_bytes", "arena_hits")
+COUNTS = (
+    *("encoded", "hits", "embedding_bytes", "redis_fetched_bytes", "arena_hits"),
+    *("handed_over", "kv_loaded", "kv_lost"),
+)
 
 
 async def run_bench(arguments: argparse.Namespace) -> int:

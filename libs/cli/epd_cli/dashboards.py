@@ -22,7 +22,8 @@ class Panel:
     Attributes:
         queries: PromQL, and how its series are named (Grafana's ``{{label}}``).
         unit: As Grafana names it.
-        where: On which deployments it shows something: all, those with vLLM, or none before a fault.
+        where: On which deployments it shows something: all, those with vLLM, those with prefill and decode
+            workers, or none before a fault.
     """
 
     title: str
@@ -31,7 +32,7 @@ class Panel:
     unit: str = "short"
     kind: Literal["timeseries", "stat"] = "timeseries"
     width: int = 8
-    where: Literal["all", "vllm", "faults"] = "all"
+    where: Literal["all", "vllm", "roles", "faults"] = "all"
 
 
 def per_s(metric: str, by: str = "") -> str:
@@ -169,6 +170,19 @@ OVERVIEW = (
             ("max by (model) (epd_gateway_open_cost_tokens)", "{{model}}: open"),
             ("max by (model) (epd_gateway_admission_capacity_tokens)", "{{model}}: capacity"),
         ),
+    ),
+    Panel(
+        "Hand-over, p95",
+        "From the publishing of a decode job to its first token, where PD workers have roles.",
+        ((quantile(0.95, "epd_pd_handover_seconds"), "p95"),),
+        "s",
+        where="roles",
+    ),
+    Panel(
+        "Hand-overs",
+        "Decode jobs, a second; those whose keys and values were lost are prefilled once more.",
+        ((per_s("epd_pd_kv_requests_total", "how"), "{{how}}"),),
+        "ops",
     ),
     Panel(
         "Workers by state",

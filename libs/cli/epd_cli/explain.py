@@ -88,11 +88,19 @@ def receipt(trail: dict[str, Any]) -> list[str]:
     if trail["error"]:
         error = trail["error"]
         lines.append(f"error {error['code']} in stage {error['stage'] or '-'}: {error['message']}")
-    if pd := trail["pd"]:
+    pd, prefill = trail["pd"], trail.get("prefill")
+    if first := prefill or pd:
+        name = "prefill worker" if prefill else "PD worker"
         lines.append(
-            f"PD worker {pd['worker']} on node {pd['node']}, attempt {pd['attempt']}; placed: "
-            f"{trail['placement']}; about {pd['prompt_tokens']} prompt tokens"
+            f"{name} {first['worker']} on node {first['node']}, attempt {first['attempt']}; placed: "
+            f"{trail['placement']}; about {first['prompt_tokens']} prompt tokens"
         )
+    if prefill:
+        lines.append(
+            f"decode worker {pd['worker']} on node {pd['node']}, attempt {pd['attempt']}; "
+            f"loaded {pd['loaded_tokens']} tokens"
+        )
+    if pd:
         if pd["resumed_tokens"]:
             lines.append(f"went on behind {pd['resumed_tokens']} tokens of a worker that was lost")
         if pd["restarts"]:
@@ -122,16 +130,15 @@ def stages(trail: dict[str, Any]) -> list[tuple[str, float, float]]:
                 begin = until
         found.append((f"{name} to PD", item["ready_s"], item["pinned_s"]))
     if pd := trail["pd"]:
-        found += [
-            ("queued for PD", trail["published_s"], pd["pulled_s"]),
-            ("prepare", pd["pulled_s"], pd["prepared_s"]),
-            ("wait for items", pd["prepared_s"], pd["entered_s"]),
-            (
-                "prefill" if trail["stream"] else "prefill and decode",
-                pd["entered_s"],
-                pd["first_s"],
-            ),
-        ]
+        queued, behind = ("queued for PD", trail["published_s"]), ""
+        if prefill := trail.get("prefill"):
+            found += _to_the_engine(prefill, ("queued for prefill", trail["published_s"]))
+            found.append(("prefill", prefill["entered_s"], prefill["first_s"]))
+            queued, behind = ("hand-over", prefill["first_s"]), " (decode)"
+        found += _to_the_engine(pd, queued, behind)
+        work = "load" if pd.get("loaded_tokens") else f"prefill{behind}"
+        name = work if trail["stream"] else f"{work} and decode"
+        found.append((name, pd["entered_s"], pd["first_s"]))
         if trail["stream"]:
             found.append(("decode", pd["first_s"], pd["ended_s"]))
     return [
@@ -139,6 +146,18 @@ def stages(trail: dict[str, Any]) -> list[tuple[str, float, float]]:
         for name, begin, until in found
         if begin is not None and until is not None
     ]
+
+
+def _to_the_engine(
+    worker: dict[str, Any], queued: tuple[str, float | None], behind: str = ""
+) -> list[tuple[str, float | None, float | None]]:
+    """How a request came to a worker and into its engine; the first part has a name and a begin."""
+    came = [
+        (*queued, worker["pulled_s"]),
+        (f"prepare{behind}", worker["pulled_s"], worker["prepared_s"]),
+        (f"wait for items{behind}", worker["prepared_s"], worker["entered_s"]),
+    ]
+    return came[:2] if worker.get("loaded_tokens") else came
 
 
 def bar(begin: float, until: float, end: float) -> str:

@@ -41,7 +41,7 @@ def _print(rows: list[dict[str, Any]], models: list[str]) -> None:
         busy = f"{row['busy']}/{row['slots']}" if row["slots"] else str(row["busy"])
         texts = (
             row["worker"],
-            row["role"],
+            row["pd_role"] if row["role"] == "pd" else row["role"],
             state,
             row["node"],
             str(row["pid"]),

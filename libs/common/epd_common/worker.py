@@ -120,9 +120,8 @@ class Worker:
     def _show(self) -> None:
         """Have the metrics read what is kept here and in the arena."""
         settings, arena, metrics = self._settings, self._arena, self.metrics
-        metrics.info.labels(
-            settings.worker_id, settings.node, settings.model_name, settings.engine
-        ).set(1)
+        who = settings.worker_id, settings.node, settings.model_name, settings.engine
+        metrics.info.labels(*who, *((self._pd_role,) if self._role == "pd" else ())).set(1)
         metrics.show_counters(self.counters)
         metrics.show_state(lambda: self._state)
         store, node = metrics.store, settings.node

@@ -113,6 +113,7 @@ async def explaining(bus: Bus, trails: Trails, *, gateway: str) -> AsyncIterator
 def _worker(record: WorkerRecord) -> dict[str, Any]:
     return {
         "role": record.role,
+        "pd_role": record.pd_role if record.role == "pd" else "",
         "worker": record.worker,
         "node": record.node,
         "state": record.state,

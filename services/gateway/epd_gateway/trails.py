@@ -1,7 +1,8 @@
 """What became of the latest requests of this gateway: for the page, ``epd explain`` and people who ask why.
 
 All times of a trail are seconds since the request's arrival, by this gateway's clock. What the PD worker's
-receipt says is moved to it by when the job was published here and how long it was queued there.
+receipt says is moved to it by when the job was published here and how long it was queued there. Where a
+prefill worker's is in it, that one is moved so, and the decode job was published when it ended.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class Trail:
     def shown(self) -> dict[str, Any]:
         """As JSON-able fields; ``docs/operations.md`` says what they mean."""
         sent, receipt = self._sent, self._receipt
-        pulled = self._pulled()
+        prefill = receipt.prefill if receipt is not None else None
+        prefill_pulled, pulled = self._pulled()
         return {
             "request_id": self.request_id,
             "route": self._route,
@@ -153,8 +155,9 @@ class Trail:
             "first_s": self._since(self._first),
             "ended_s": self._since(self._ended),
             "error": self._error,
+            "prefill": _worker(prefill, prefill_pulled) if prefill is not None else None,
             "pd": _worker(receipt, pulled) if receipt is not None else None,
-            "items": self._items(pulled),
+            "items": self._items(prefill_pulled, pulled),
         }
 
     def short(self) -> str:
@@ -176,21 +179,31 @@ class Trail:
                 extra={"request_id": self.request_id},
             )
 
-    def _items(self, pulled: float) -> list[dict[str, Any]]:
-        sent, receipt = self._sent, self._receipt
+    def _items(self, prefill_pulled: float, pulled: float) -> list[dict[str, Any]]:
+        """A decode worker has items of its own only where it had to prefill, and then it is about these."""
+        sent = self._sent
         if sent is None:
             return []
-        told = {item.key: item for item in receipt.items} if receipt is not None else {}
+        told: dict[str, tuple[ItemReceipt, float]] = {}
+        if (receipt := self._receipt) is not None:
+            if receipt.prefill is not None:
+                told |= {item.key: (item, prefill_pulled) for item in receipt.prefill.items}
+            told |= {item.key: (item, pulled) for item in receipt.items}
         return [
-            _item(item, origin, told.get(item.key), pulled)
+            _item(item, origin, *told.get(item.key, (ItemReceipt(key=item.key), pulled)))
             for item, origin in zip(sent.items, sent.origins, strict=True)
         ]
 
-    def _pulled(self) -> float:
-        """When its job was taken from the queue, in seconds since the arrival."""
+    def _pulled(self) -> tuple[float, float]:
+        """When the prefill worker and who answered took their jobs, in seconds since the arrival."""
         if self._sent is None or self._receipt is None:
-            return 0.0
-        return self._sent.published - self._began + self._receipt.queued_s
+            return 0.0, 0.0
+        published = self._sent.published - self._began
+        prefill = self._receipt.prefill
+        if prefill is None:
+            return 0.0, published + self._receipt.queued_s
+        pulled = published + prefill.queued_s
+        return pulled, pulled + prefill.ended_s + self._receipt.queued_s
 
     def _since(self, moment: float | None) -> float | None:
         return None if moment is None else round(moment - self._began, 6)
@@ -234,12 +247,13 @@ def _worker(receipt: Receipt, pulled: float) -> dict[str, Any]:
         "first_s": _moved(receipt.first_s, pulled),
         "ended_s": _moved(receipt.ended_s, pulled),
         "prompt_tokens": receipt.prompt_tokens,
+        "loaded_tokens": receipt.loaded_tokens,
         "resumed_tokens": receipt.resumed_tokens,
         "restarts": receipt.restarts,
     }
 
 
-def _item(item: Item, origin: str, told: ItemReceipt | None, pulled: float) -> dict[str, Any]:
+def _item(item: Item, origin: str, told: ItemReceipt, pulled: float) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "key": item.key,
         "modality": item.modality,
@@ -247,8 +261,6 @@ def _item(item: Item, origin: str, told: ItemReceipt | None, pulled: float) -> d
         "height": item.height,
         "origin": origin,
     }
-    if told is None:
-        told = ItemReceipt(key=item.key)
     encoded = origin != "reused" and bool(told.encode_s)
     return shown | {
         "encoder": told.encoder,

@@ -28,6 +28,7 @@ from epd_pd.answering import Answering, nobody_goes_on
 from epd_pd.attempt import Attempt
 from epd_pd.cancels import Cancels
 from epd_pd.frames import FrameWriter
+from epd_pd.metrics import PdMetrics
 from epd_pd.replays import Replays
 from epd_pd.salvage import check_job, writer_for_undone
 from epd_pd.trail import Trail
@@ -42,6 +43,7 @@ class GenerateHandler:
         deadline_s: Of a job that has no deadline itself, or one that is further off.
         counters: ``answered``, ``handed_over``, ``failed``, ``cancelled``, ``expired``, ``malformed``,
             ``taken_over``.
+        metrics: Say how long hand-overs take.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class GenerateHandler:
         backlog: Backlog,
         deadline_s: float,
         counters: Counter[str],
+        metrics: PdMetrics,
     ) -> None:
         self._bus = bus
         self._answering = answering
@@ -70,6 +73,7 @@ class GenerateHandler:
         self._backlog = backlog
         self._deadline_s = deadline_s
         self._counters = counters
+        self._metrics = metrics
         self._running: dict[str, int] = {}
 
     async def handle(self, delivery: Delivery) -> None:
@@ -133,6 +137,8 @@ class GenerateHandler:
         finally:
             share.end()
             spans.end(span, trail, outcome=delivery.outcome)
+            if job.handover is not None:
+                self._metrics.decoded(trail.receipt())
             del self._running[job.request_id]
 
     def _count(self, outcome: str, delivery: Delivery) -> None:

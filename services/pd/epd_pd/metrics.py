@@ -7,6 +7,7 @@ from collections import Counter
 
 from epd_common.backlog import Backlog
 from epd_common.bus import JobPuller
+from epd_common.protocol import Receipt
 from epd_common.telemetry.metric_set import MetricSet
 from epd_common.telemetry.worker_metrics import chosen
 from epd_pd.admission import Admission
@@ -20,6 +21,9 @@ RESCUES = {
 }
 FOUND = {f"found_{state}": state for state in ("ready", "pending", "claimed", "failed", "unknown")}
 """Counters of :class:`epd_pd.readiness.Readiness`, and the labels that they are shown under."""
+
+KV = {"kv_loaded": "loaded", "kv_lost": "lost"}
+"""The same of :class:`epd_pd.answering.Answering`."""
 
 
 class PdMetrics:
@@ -85,6 +89,25 @@ class PdMetrics:
             "epd_pd_wrong_forecasts",
             "Prompts that were begun anew, as an item had another size than was expected of it.",
         )
+        self.handed_over = metrics.shown_counter(
+            "epd_pd_handed_over_requests",
+            "Requests that were prefilled here and left to decode workers, to each a decode job.",
+        )
+        self.kv = metrics.shown_counter(
+            "epd_pd_kv_requests",
+            "Decode jobs by what became of the keys and values that a prefill worker had left: loaded, or "
+            "lost, so that the prompt was prefilled here once more.",
+            ("how",),
+        )
+        self.loaded = metrics.shown_counter(
+            "epd_pd_loaded_tokens",
+            "Tokens of prompts that were not computed here, as a prefill worker had done so.",
+        )
+        self.handover = metrics.histogram(
+            "epd_pd_handover_seconds",
+            "From a decode job's publishing, by the clocks of broker and worker, to the first data of its "
+            "answer; of an answer that is not streamed, to all of it.",
+        )
         self.from_others = metrics.shown_counter(
             "epd_pd_from_others_jobs",
             "Jobs that were meant for another worker, which was full or gone.",
@@ -105,6 +128,9 @@ class PdMetrics:
         self.resumed.read = lambda: {(): counters["resumed"]}
         self.orphaned.read = lambda: {(): counters["orphaned"]}
         self.wrong_forecasts.read = lambda: {(): counters["wrong_forecasts"]}
+        self.handed_over.read = lambda: {(): counters["handed_over"]}
+        self.kv.read = chosen(counters, KV)
+        self.loaded.read = lambda: {(): counters["loaded_tokens"]}
         self.from_others.read = lambda: {(): puller.taken_from_others}
         self.backlog.read = lambda: {(): backlog.tokens}
         self.entered.read = lambda: {
@@ -115,6 +141,11 @@ class PdMetrics:
             ("inside",): admission.inside,
             ("outside",): admission.outside,
         }
+
+    def decoded(self, receipt: Receipt) -> None:
+        """A decode job has ended, with an answer or without."""
+        if receipt.first_s is not None:
+            self.handover.observe(receipt.queued_s + receipt.first_s)
 
     def told(self, arrivals: Arrivals) -> None:
         """The engine knows now of all items that have arrived."""

@@ -135,6 +135,7 @@ class PdService:
                 backlog=backlog,
                 deadline_s=settings.deadline_s,
                 counters=counters,
+                metrics=metrics,
             )
             await stack.enter_async_context(
                 burying_exhausted(parts.bus, "generate", handler.exhausted)

@@ -47,13 +47,17 @@ def end(span: Span, trail: Trail, *, outcome: str) -> None:
         }
         span.child(f"{item.modality} ready", at(receipt.prepared_s), at(item.ready_s), attributes)
         span.child(f"{item.modality} pinned", at(item.ready_s), at(item.pinned_s), attributes)
-    span.child("admission", at(receipt.prepared_s), at(receipt.entered_s))
-    span.child("prefill", at(receipt.entered_s), at(receipt.first_s))
-    span.child("decode", at(receipt.first_s), at(receipt.ended_s))
+    loaded = receipt.loaded_tokens > 0
+    if not loaded:
+        span.child("admission", at(receipt.prepared_s), at(receipt.entered_s))
+    span.child("load" if loaded else "prefill", at(receipt.entered_s), at(receipt.first_s))
+    behind = "hand over" if outcome == "handed_over" else "decode"
+    span.child(behind, at(receipt.first_s), at(receipt.ended_s))
     span.end(
         {
             "epd.outcome": outcome,
             "epd.prompt_tokens": receipt.prompt_tokens,
+            "epd.loaded_tokens": receipt.loaded_tokens,
             "epd.resumed_tokens": receipt.resumed_tokens,
         },
         error="" if outcome in ("answered", "handed_over") else outcome,

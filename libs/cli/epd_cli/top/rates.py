@@ -17,7 +17,10 @@ KINDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """The counters of each role that make up a rate; a hit is an encode job whose embedding was there."""
 
-DONE: Mapping[str, tuple[str, ...]] = {"pd": ("answered",), "encoder": ("encoded", "hits")}
+DONE: Mapping[str, tuple[str, ...]] = {
+    "pd": ("answered", "handed_over"),
+    "encoder": ("encoded", "hits"),
+}
 """What a worker of a role is for."""
 
 

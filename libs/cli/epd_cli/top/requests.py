@@ -102,7 +102,7 @@ def row(receipt: dict[str, Any]) -> Row:
         for item in (items if isinstance(items, list) else [])
         if isinstance(item, dict)
     )
-    pd = receipt.get("pd")
+    workers = [receipt.get(stage) for stage in ("prefill", "pd")]
     status = receipt.get("status")
     state = str(receipt.get("state") or "")
     return Row(
@@ -110,7 +110,7 @@ def row(receipt: dict[str, Any]) -> Row:
         state=f"{state} {status}" if status and state != "answered" else state,
         model=str(receipt.get("model") or ""),
         items=", ".join(f"{n} {origin}" for origin, n in sorted(origins.items())),
-        pd=str(pd.get("worker") or "") if isinstance(pd, dict) else "",
+        pd=" > ".join(str(each.get("worker") or "") for each in workers if isinstance(each, dict)),
         first=_seconds(receipt.get("first_s")),
         ended=_seconds(receipt.get("ended_s")),
     )

@@ -88,7 +88,7 @@ def _workers(frame: Frame, most: int | None) -> Table:
             done = f"{rate:.1f}"
         table.add_row(
             cell(record.worker),
-            cell(record.role),
+            cell(record.pd_role if record.role == "pd" else record.role),
             Text(each.state, _STATES.get(each.state, "bold red")),
             cell(record.node),
             slots,

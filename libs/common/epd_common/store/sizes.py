@@ -88,8 +88,11 @@ class SizeTable:
         self._remember(name, size)
         with redis_errors():
             if await self._redis.hlen(self._name) < MAX_SIZES:
-                await self._redis.hset(self._name, name, msgspec.msgpack.encode(size))
-                await self._redis.expire(self._name, TTL_S)
+                # Together: the task of a request may end between any two words with Valkey.
+                pipe = self._redis.pipeline(transaction=False)
+                pipe.hset(self._name, name, msgspec.msgpack.encode(size))
+                pipe.expire(self._name, TTL_S)
+                await pipe.execute()
 
     def _remember(self, name: str, size: Size) -> None:
         self._seen[name] = size

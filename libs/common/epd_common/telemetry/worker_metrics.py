@@ -36,6 +36,7 @@ OUTCOMES: dict[Stage, tuple[str, ...]] = {
     ),
     "generate": (
         "answered",
+        "handed_over",
         "failed",
         "cancelled",
         "expired",
@@ -81,7 +82,10 @@ class WorkerMetrics(MetricSet):
         self.registry.register(EngineMetrics())
         prefix = f"epd_{role}"
         self.info = self.gauge(
-            f"{prefix}_info", "Who this worker is; always 1.", ("worker", "node", "model", "engine")
+            f"{prefix}_info",
+            "Who this worker is; always 1."
+            + (" Its role is pd, prefill or decode." if role == "pd" else ""),
+            ("worker", "node", "model", "engine", *(("role",) if role == "pd" else ())),
         )
         self.state = self.shown_gauge(
             f"{prefix}_state",

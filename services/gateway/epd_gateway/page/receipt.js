@@ -47,7 +47,7 @@ export function chip(state, status = null) {
 }
 
 function facts(receipt) {
-  const { pd } = receipt;
+  const { pd, prefill } = receipt;
   const list = [
     ["Arrived", receipt.arrived ? clock(receipt.arrived) : null],
     ["Route", receipt.route],
@@ -55,10 +55,12 @@ function facts(receipt) {
     ["Gateway", receipt.gateway],
     ["First token", receipt.first_s === null ? null : duration(receipt.first_s)],
     ["Whole answer", receipt.ended_s === null ? null : duration(receipt.ended_s)],
-    ["PD worker", pd ? `${pd.worker} on ${pd.node}` : null],
-    ["Why there", PLACEMENTS[receipt.placement] ?? receipt.placement],
-    ["Attempt", pd ? attempts(pd) : null],
+    ["Prefill worker", prefill ? `${prefill.worker} on ${prefill.node}` : null],
+    [prefill ? "Decode worker" : "PD worker", pd ? `${pd.worker} on ${pd.node}` : null],
+    [prefill ? "Why prefilled there" : "Why there", PLACEMENTS[receipt.placement] ?? receipt.placement],
+    ["Attempt", pd ? attempts(pd, prefill) : null],
     ["Prompt", pd?.prompt_tokens ? count(pd.prompt_tokens, "token") : null],
+    ["Loaded", prefill ? loaded(pd) : null],
     ["Images", receipt.items?.length ? hits(receipt.items) : null],
     ["Rescues", receipt.items?.length ? rescues(receipt.items) : null],
     ["Moved", receipt.items?.length ? moved(receipt.items) : null],
@@ -66,7 +68,15 @@ function facts(receipt) {
   return el("dl", { class: "facts" }, ...list.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, String(value))]));
 }
 
-function attempts(pd) {
+const loaded = ({ loaded_tokens: tokens }) =>
+  tokens ? `${count(tokens, "token")} of the prompt` : "nothing; the decode worker prefilled it itself";
+
+// A decode worker's attempts count on from those of the prefill worker.
+function attempts(pd, prefill) {
+  if (prefill) {
+    const each = [`prefill: ${attempts(prefill)}`, `decode: ${attempts({ ...pd, attempt: pd.attempt - prefill.attempt })}`];
+    return each.join("; ");
+  }
   const more = [];
   if (pd.restarts) more.push(count(pd.restarts, "restart"));
   if (pd.resumed_tokens) more.push(`went on behind ${count(pd.resumed_tokens, "token")}`);

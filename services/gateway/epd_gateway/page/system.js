@@ -44,7 +44,8 @@ function updateWorker(row, worker) {
   const [who, state, model, slots] = row.children;
   say(who.firstChild, worker.worker);
   who.firstChild.title = worker.worker;
-  say(who.lastChild, `${worker.role}${worker.node ? ` on ${worker.node}` : ""}`);
+  const role = worker.pd_role || worker.role;
+  say(who.lastChild, `${role}${worker.node ? ` on ${worker.node}` : ""}`);
   say(state.firstChild, worker.state);
   state.firstChild.dataset.state = worker.state;
   // A gateway's phase is its address.

@@ -11,6 +11,8 @@ export const STAGES = {
   pinned: "pinned",
   wait: "waits for images",
   prefill: "prefill",
+  handover: "handed over",
+  load: "keys and values loaded",
   decode: "decode",
   unknown: "under way, or not known", // what the gateway learns at the end only
 };
@@ -27,6 +29,7 @@ export const ORIGINS = {
 //
 // `found` is when an item was found ready. What has no end yet goes on to nowS, the age of an open request.
 export function timelineOf(receipt, nowS = 0) {
+  const { prefill } = receipt;
   const pd = receipt.pd ?? {};
   const items = receipt.items ?? [];
   const times = [receipt.ingested_s, receipt.published_s, receipt.first_s, pd.ended_s, pd.first_s];
@@ -42,11 +45,15 @@ export function timelineOf(receipt, nowS = 0) {
       found: item.origin === "reused" ? item.ready_s : null,
     });
   });
+  if (prefill) rows.push({ title: WORKERS.prefill, note: prefill.worker, bars: prefillBars(receipt, endS), found: null });
   if (receipt.pd || known(receipt.published_s)) {
-    rows.push({ title: "PD worker", note: pd.worker ?? "", bars: pdBars(receipt, endS), found: null });
+    const title = prefill ? WORKERS.decode : WORKERS.pd;
+    rows.push({ title, note: pd.worker ?? "", bars: pdBars(receipt, endS), found: null });
   }
   return { endS, firstS: receipt.first_s, rows };
 }
+
+const WORKERS = { pd: "PD worker", prefill: "Prefill worker", decode: "Decode worker" };
 
 const titleOf = (modality) => (modality ? modality[0].toUpperCase() + modality.slice(1) : "Item");
 
@@ -87,7 +94,8 @@ function itemBars(item, receipt, endS) {
   }
   const bars = encodeBars(item, receipt, ready);
   if (!known(pinned)) return bars;
-  const until = receipt.pd?.ended_s ?? endS;
+  const handedOver = receipt.prefill?.ended_s;
+  const until = known(handedOver) && pinned <= handedOver ? handedOver : (receipt.pd?.ended_s ?? endS);
   return [...bars, ...chain(ready, [{ stage: "transfer", to: pinned }, { stage: "pinned", to: until }], endS)];
 }
 
@@ -117,6 +125,18 @@ function encodeBars(item, receipt, ready) {
   return bars;
 }
 
+function prefillBars({ published_s: published, prefill }, endS) {
+  const steps = [...intoTheEngine(prefill), { stage: "prefill", to: prefill.first_s }];
+  return chain(published, [{ stage: "queue", to: prefill.pulled_s }, ...steps], endS);
+}
+
+function intoTheEngine(worker) {
+  return [
+    { stage: "service", to: worker.prepared_s, text: "prepared" },
+    { stage: "wait", to: worker.entered_s },
+  ];
+}
+
 function pdBars(receipt, endS) {
   const pd = receipt.pd;
   if (!pd) {
@@ -125,22 +145,22 @@ function pdBars(receipt, endS) {
     const steps = [{ stage: "unknown", to: receipt.first_s ?? endS, text }, { stage: "decode", to: endS }];
     return chain(receipt.published_s, steps, endS);
   }
+  const { prefill } = receipt;
   return chain(
-    receipt.published_s,
+    prefill ? prefill.first_s : receipt.published_s,
     [
-      { stage: "queue", to: pd.pulled_s },
-      { stage: "service", to: pd.prepared_s, text: "prepared" },
-      { stage: "wait", to: pd.entered_s },
-      { stage: "prefill", to: pd.first_s },
+      { stage: prefill ? "handover" : "queue", to: pd.pulled_s },
+      ...intoTheEngine(pd),
+      { stage: pd.loaded_tokens ? "load" : "prefill", to: pd.first_s },
       { stage: "decode", to: pd.ended_s },
     ],
     endS,
   );
 }
 
-// A request in one line, for lists: the PD worker's stages, as the pictures' lie within its waiting.
+// A request in one line, for lists: the PD workers' stages, as the pictures' lie within their waiting.
 export function summaryBars(receipt, nowS = 0) {
   const { endS, rows } = timelineOf(receipt, nowS);
-  const pd = rows.find(({ title }) => title === "PD worker");
-  return { endS, bars: [...rows[0].bars, ...(pd?.bars ?? [])] };
+  const workers = rows.filter(({ title }) => Object.values(WORKERS).includes(title));
+  return { endS, bars: [...rows[0].bars, ...workers.flatMap(({ bars }) => bars)] };
 }

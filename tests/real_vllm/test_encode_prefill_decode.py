@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from answers import ask
 from cases import CaseMaker, picture, text, user
 from deployment import KV_LEASE_S, SMALL_MODEL, Deployment, Deployments
-from losing import back, freeze, kill, long_question, service, stream
+from losing import Lose, back, freeze, kill, kill_engine, long_question, service, stream
 from prometheus_client.parser import text_string_to_metric_families
 from services import counters, frozen_encoder, health
 
@@ -155,33 +156,33 @@ async def test_the_prefill_worker_is_killed_while_it_prefills(three: Deployment)
     await back(three, victim, kill)
 
 
-async def test_the_prefill_worker_is_killed_when_it_has_handed_over(three: Deployment) -> None:
+@pytest.mark.parametrize("how", [kill, kill_engine])
+async def test_the_prefill_worker_is_killed_when_it_has_handed_over(
+    three: Deployment, how: Lose
+) -> None:
     """The decode workers look away meanwhile; then the prompt is in nobody's memory any more."""
-    body = _question(5201)
     await right(three, _question(5202))  # so that decode workers know the prefill worker's engine
-    before = await counted(three, *PREFILLS)
+    before = (await counted(three, *PREFILLS))["handed_over"]
+    lost = (await counted(three, *DECODES))["kv_lost"]
     decoders = [service(three, worker) for worker in DECODES]
     for decoder in decoders:
         freeze(decoder)
     try:
-        asking = asyncio.create_task(right(three, body))
-        handed: list[str] = []
+        asking = asyncio.create_task(right(three, _question(5201)))
         async with asyncio.timeout(30):
-            while not handed:
-                handed = [
-                    worker
-                    for worker in PREFILLS
-                    if (await counters(three, worker)).get("handed_over", 0) > 0
-                    and (await counted(three, *PREFILLS))["handed_over"] > before["handed_over"]
-                ]
+            while (await counted(three, *PREFILLS))["handed_over"] == before:
+                pass
         for worker in PREFILLS:
-            kill(service(three, worker))
+            how(service(three, worker))
     finally:
-        for decoder in decoders:
-            await back(three, decoder.worker_id, freeze)
+        for worker in DECODES:
+            await back(three, worker, freeze)
+    began = time.monotonic()
     await asking
+    assert time.monotonic() - began < KV_LEASE_S + 4, "lost prompts are noticed within their lease"
+    assert (await counted(three, *DECODES))["kv_lost"] == lost + 1
     for worker in PREFILLS:
-        await back(three, worker, kill)
+        await back(three, worker, how)
     await right(three, _question(5203))
 
 

@@ -391,13 +391,17 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     for option in ("--nats", "--redis"):
         variable = f"EPD_{option[2:].upper()}_URL"
         parser.add_argument(
-            option, default="", metavar="URL", help=f"default: {variable}, or what `epd up` started"
+            option,
+            default="",
+            metavar="URL",
+            help=f"default: {variable}, or where no NATS is named what `epd up` started",
         )
 
 
 async def _doctor(arguments: argparse.Namespace) -> int:
     from epd_cli.doctor import Asked, doctor, purpose_of
     from epd_cli.stack import read_state
+    from epd_common.settings import CommonSettings
 
     running = (arguments.state_dir / "state.json").exists()
     state = read_state(arguments.state_dir) if running else {}
@@ -406,10 +410,15 @@ async def _doctor(arguments: argparse.Namespace) -> int:
     if not model and purpose == "up":
         with contextlib.suppress(EpdError):
             model = _small_model()
+    nats_url = arguments.nats or os.environ.get("EPD_NATS_URL", "")
+    # A service that is told of its NATS alone takes the usual Valkey, not the one that `epd up` started.
+    usual = (
+        CommonSettings.model_fields["redis_url"].default if nats_url else state.get("redis_url", "")
+    )
     asked = Asked(
         purpose=purpose,
-        nats_url=arguments.nats or os.environ.get("EPD_NATS_URL", state.get("nats_url", "")),
-        redis_url=arguments.redis or os.environ.get("EPD_REDIS_URL", state.get("redis_url", "")),
+        nats_url=nats_url or state.get("nats_url", ""),
+        redis_url=arguments.redis or os.environ.get("EPD_REDIS_URL", usual),
         model=model,
         own_pids={process["pid"] for process in state.get("processes", ())},
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from epd_cli.argument_types import interval, letter_number, new_deadline
+from epd_cli.argument_types import interval, letter_number, new_deadline, port
 from epd_cli.bench_arguments import add_bench_arguments
 from epd_cli.key import add_key_arguments, run_key
 from epd_cli.plan_arguments import add_plan_arguments
@@ -127,7 +127,7 @@ def _up_arguments(parser: argparse.ArgumentParser) -> None:
     _stack_arguments(parser)
     parser.add_argument(
         "--port",
-        type=int,
+        type=port,
         default=os.environ.get("EPD_PORT", "8000"),
         help="of the gateway; 0 takes a free one",
     )

@@ -6,7 +6,7 @@ umask 077
 cd "$(dirname "$0")"
 secrets=./secrets
 if [ -e .env ]; then
-  secrets=$(sed -n 's/^EPD_SECRETS_DIR=//p' .env | tail -n 1)
+  secrets=$(sed -n 's/^EPD_SECRETS_DIR=//p' .env | tail -n 1 | tr -d '"')
   if [ -z "$secrets" ]; then
     echo "deploy/.env is there already and does not say where passwords lie: add EPD_SECRETS_DIR=./secrets to it" >&2
     exit 1

@@ -87,6 +87,18 @@ WRONG: list[tuple[tuple[str, ...], object, str]] = [
     (("pools", "a", "containers"), {"decoder": {}}, "decoder"),
     (("pools", "a"), {"containers": {"pd": {}}, "scaling": {"min": 0}}, "min"),
     (("pools", "a"), {"containers": {"pd": {}}, "model": "b"}, 'model "b"'),
+    (
+        ("pools", "a"),
+        {"containers": {"pd": {}}, "scaling": {"enabled": True, "min": 5}},
+        "scaling.min of 5",
+    ),
+    (("gateway", "autoscaling"), {"enabled": True, "min": 9}, "autoscaling.min of 9"),
+    (("images", "gateway", "tag"), "0.1 0", "tag"),
+    (("metrics", "interval"), "15", "interval"),
+    (("models", "default", "servedName"), "a\nb", "servedName"),
+    (("networkPolicy", "insideCidrs"), ["10.0.0.0"], "insideCidrs"),
+    (("nameOverride",), "A B", "nameOverride"),
+    (("fullnameOverride",), "1st", "fullnameOverride"),
 ]
 
 

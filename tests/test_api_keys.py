@@ -15,6 +15,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, AuthenticationError
 
+from epd_cli.__main__ import main
 from epd_common.api_keys import ApiKey, hash_key, new_key, parse_file, parse_list
 from epd_common.settings import SettingsError, load_settings
 from epd_gateway import auth
@@ -97,6 +98,26 @@ def test_the_command_makes_a_key_and_its_line() -> None:
     assert wrong.returncode == 1
     assert "weight= must be a number above 0" in wrong.stderr
     assert not wrong.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tenant", "a b"), "argument --tenant: 'a b' is not 1 to 64 letters"),
+        (("--tenant", ""), "argument --tenant: '' is not 1 to 64 letters"),
+        (("--tenant", "a", "--name", "x;y"), "argument --name: 'x;y' is not 1 to 64 letters"),
+    ],
+)
+def test_a_key_is_made_for_names_that_an_entry_can_hold(
+    words: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["epd", "key", "new", *words])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert said in capsys.readouterr().err
 
 
 # -- settings ---------------------------------------------------------------------------------------

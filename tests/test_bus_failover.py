@@ -47,7 +47,11 @@ def test_several_urls() -> None:
     )
     with pytest.raises(ValueError, match="URL 2 of 2"):
         nats_servers("nats://one:4222,nats://two:port")
-    with pytest.raises(SettingsError, match=r"^EPD_NATS_URL: Value error, URL 1 of 1") as caught:
+    assert nats_servers("one:4222") == ["nats://one:4222"]
+    assert Bus("one", name="").address == "one:4222"
+    with pytest.raises(ValueError, match=r"is not nats://HOST:PORT or tls://HOST:PORT"):
+        nats_servers("http://one:8000")
+    with pytest.raises(SettingsError, match=r"^EPD_NATS_URL: URL 1 of 1") as caught:
         load_settings(CommonSettings, nats_url="nats://u:secret@one:4222,two:4222")
     assert "secret" not in str(caught.value)
 

@@ -126,13 +126,31 @@ def test_each_user_gets_a_password_of_its_own(tmp_path: Path) -> None:
     users = len(NATS_ROLES) + len(VALKEY_ROLES) + 1  # and Grafana's admin
     assert len(set(made.values())) == len(made) == users
     assert all(re.fullmatch("[0-9a-f]{32}\n", password) for password in made.values())
+
+
+def test_what_is_there_stays_and_what_is_missing_is_made(tmp_path: Path) -> None:
+    assert make_env(tmp_path).returncode == 0
+    folder, settings = tmp_path / "secrets", tmp_path / ".env"
+    made = {file.name: file.read_text() for file in folder.iterdir()}
+    settings.write_text(settings.read_text() + "EPD_PORT=8001\n")
+    kept = settings.read_text()
     again = make_env(tmp_path)
-    assert again.returncode == 1 and "is there already" in again.stderr
-    (tmp_path / ".env").unlink()
-    (folder / "nats_pd").unlink()
-    assert make_env(tmp_path).returncode == 0  # what is there stays
+    assert again.returncode == 0 and "stays as it is; 0 passwords" in again.stdout
+    assert made == {file.name: file.read_text() for file in folder.iterdir()}
+    (folder / "nats_pd").rename(folder / "nats_pd.new")  # as of a run that was ended there
+    assert "; 1 passwords" in make_env(tmp_path).stdout
+    assert settings.read_text() == kept and sorted(made) == sorted(os.listdir(folder))
     assert (folder / "redis_pd").read_text() == made["redis_pd"]
     assert (folder / "nats_pd").read_text() != made["nats_pd"]
+
+
+def test_passwords_are_made_where_the_settings_say(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text(f"EPD_SECRETS_DIR={tmp_path}/else where\n")
+    assert make_env(tmp_path).returncode == 0
+    assert (tmp_path / "else where" / "nats_pd").exists() and not (tmp_path / "secrets").exists()
+    (tmp_path / ".env").write_text("EPD_PORT=8001\n")  # of a version that had passwords in it
+    old = make_env(tmp_path)
+    assert old.returncode == 1 and "add EPD_SECRETS_DIR=./secrets" in old.stderr
 
 
 def test_every_file_of_a_secret_is_where_make_env_puts_it() -> None:
@@ -140,7 +158,7 @@ def test_every_file_of_a_secret_is_where_make_env_puts_it() -> None:
         if name in ("ca_bundle", "pip_conf"):
             continue
         folder, _, file = secret["file"].rpartition("/")
-        assert file == name and folder.startswith("${EPD_SECRETS_DIR")
+        assert file == name and folder == "${EPD_SECRETS_DIR:?run deploy/make_env.sh}"
     assert "EPD_SECRETS_DIR=./secrets" in (DEPLOY / ".env.example").read_text().splitlines()
 
 

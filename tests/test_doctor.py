@@ -65,6 +65,7 @@ def test_vllm_is_wrong_only_where_an_engine_is_needed() -> None:
         (machine.Room(4 * GIB, GIB, ours_bytes=GIB), 2 * GIB, "ok", "1.0 GiB free"),
         (machine.Room(4 * GIB, 4 * GIB, "ext4"), 2 * GIB, "note", "slower than memory"),
         (machine.Room(math.inf, math.inf), 2 * GIB, "ok", "without a bound"),
+        (machine.Room(4 * GIB, 4 * GIB, usable=False), 2 * GIB, "wrong", "may not make it"),
     ],
 )
 def test_the_arena_needs_room(room: machine.Room, wanted: int, state: str, said: str) -> None:
@@ -85,7 +86,9 @@ def test_shared_memory_and_open_files() -> None:
 
 def test_the_file_system_of_a_folder_that_is_not_there_yet() -> None:
     room = machine.room_of(Path("/dev/shm/epd-nobody/made/this"))
-    assert room.kind == "tmpfs" and room.size_bytes > 0 and room.ours_bytes == 0
+    assert room.kind == "tmpfs" and room.size_bytes > 0 and room.ours_bytes == 0 and room.usable
+    assert not machine.room_of(Path("/proc/not/this")).usable
+    assert not machine.room_of(Path(__file__)).usable
 
 
 def test_sizes_are_written_as_people_do() -> None:
@@ -326,6 +329,40 @@ async def test_brokers_that_are_set_up_wrong(
         code, out, _ = await run_doctor(tmp_path, "--json", **gateway_at(brokers))
     wrong = {each["name"] for each in json.loads(out)["findings"] if each["state"] == "wrong"}
     assert (code, wrong) == (1, {"JetStream", "max_payload", "maxmemory"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("purpose", "setting"),
+    [
+        ("gateway", {"EPD_DEADLINE_S": "soon"}),
+        ("worker", {"EPD_ARENA_BYTES": "2Gi"}),
+        ("worker", {"EPD_MAX_NUM_SEQS": "0"}),
+        ("up", {"EPD_PLACEMENT": "near"}),
+    ],
+)
+async def test_settings_that_a_service_would_not_take(
+    own: Brokers, tmp_path: Path, purpose: str, setting: dict[str, str]
+) -> None:
+    environment = gateway_at(own) | {"EPD_MODEL": str(SMALL_MODEL)} | setting
+    code, out, err = await run_doctor(tmp_path, "--json", "--for", purpose, **environment)
+    (wrong,) = [each for each in json.loads(out)["findings"] if each["state"] == "wrong"]
+    [(name, value)] = setting.items()
+    assert (code, wrong["name"]) == (1, "settings"), err
+    assert wrong["said"].startswith(f"{name}={value!r}: ") and "; " not in wrong["said"]
+
+
+@pytest.mark.slow
+async def test_a_service_that_is_told_of_nats_alone_takes_the_usual_valkey(
+    own: Brokers, tmp_path: Path
+) -> None:
+    (tmp_path / "state.json").write_text(
+        json.dumps({"nats_url": "nats://h", "redis_url": own.redis_url, "processes": []})
+    )
+    environment = {"EPD_NATS_URL": own.nats.url_for("gateway")}
+    _, out, _ = await run_doctor(tmp_path, "--json", "--for", "gateway", **environment)
+    (valkey,) = [each for each in json.loads(out)["findings"] if each["name"] == "Valkey"]
+    assert "127.0.0.1:6379" in valkey["said"]
 
 
 @pytest.mark.slow

@@ -127,6 +127,23 @@ async def test_a_tenant_over_its_share_and_a_full_system(
         await eventually(let_in, "what ended is free again")
 
 
+async def test_what_is_open_is_not_shown_of_a_model_that_has_gone(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    names = ("epd_gateway_open_cost_tokens", "epd_gateway_admission_capacity_tokens")
+    async with keyed(nats_url, redis_url, tmp_path) as stack:
+        assert (await ask_as(stack, "a")).status_code == 200
+        for name in names:
+            assert set(await samples(stack, name)) == {(stack.model,)}
+        for worker in (*stack.encoders, *stack.pds):
+            await worker.process.stop()
+
+        async def gone() -> bool:
+            return not any([await samples(stack, name) for name in names])
+
+        await eventually(gone, "nothing is shown of it")
+
+
 async def test_one_request_of_whatever_cost_leaves_room_for_another_tenant(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:

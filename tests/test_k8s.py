@@ -87,6 +87,18 @@ WRONG: list[tuple[tuple[str, ...], object, str]] = [
     (("pools", "a", "containers"), {"decoder": {}}, "decoder"),
     (("pools", "a"), {"containers": {"pd": {}}, "scaling": {"min": 0}}, "min"),
     (("pools", "a"), {"containers": {"pd": {}}, "model": "b"}, 'model "b"'),
+    (
+        ("pools", "a"),
+        {"containers": {"pd": {}}, "scaling": {"enabled": True, "min": 5}},
+        "scaling.min of 5",
+    ),
+    (("gateway", "autoscaling"), {"enabled": True, "min": 9}, "autoscaling.min of 9"),
+    (("images", "gateway", "tag"), "0.1 0", "tag"),
+    (("metrics", "interval"), "15", "interval"),
+    (("models", "default", "servedName"), "a\nb", "servedName"),
+    (("networkPolicy", "insideCidrs"), ["10.0.0.0"], "insideCidrs"),
+    (("nameOverride",), "A B", "nameOverride"),
+    (("fullnameOverride",), "1st", "fullnameOverride"),
 ]
 
 
@@ -107,9 +119,9 @@ def test_every_default_has_a_place_in_the_schema() -> None:
 
 def test_the_page_on_deploying_names_files_and_values_that_exist() -> None:
     text = (ROOT / "docs" / "deploy.md").read_text()
-    files = set(re.findall(r"\bdeploy/[\w./-]+\w", text)) - {
-        "deploy/.env"
-    }  # which make_env.sh makes
+    files = set(
+        re.findall(r"\bdeploy/(?!\.env|secrets)[\w./-]+\w", text)
+    )  # not what make_env.sh makes
     assert {f"deploy/k8s/values/{name}.yaml" for name in EXAMPLES} <= files
     assert not [name for name in files if not (ROOT / name).exists()]
     with helm_python.Chart.load(CHART) as chart:

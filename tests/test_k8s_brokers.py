@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -58,6 +59,29 @@ def test_examples_name_the_servers_that_the_values_of_nats_make(name: str) -> No
     with helm_python.Chart.load(CHART) as chart:
         assert servers == brokers.get("servers", chart.values["brokers"]["nats"]["servers"])
     assert len(servers) in (1, cluster["replicas"]) and brokers.get("replicas", 3) == len(servers)
+
+
+def test_the_page_on_deploying_makes_the_secrets_that_charts_read(tmp_path: Path) -> None:
+    """Its commands up to those for the cluster, in a folder of their own."""
+    shutil.copytree(
+        K8S.parent, tmp_path / "deploy", ignore=shutil.ignore_patterns(".env", "secrets")
+    )
+    page = (K8S.parents[1] / "docs" / "deploy.md").read_text()
+    commands = re.findall(
+        r"^\$ (.*(?:make_env|\.env$).*)$", page.partition("### 2.")[2], re.MULTILINE
+    )
+    own = [line for line in commands if not line.startswith(("kubectl", "rm"))]
+    assert len(own) == 3
+    subprocess.run(["sh", "-euc", "\n".join(own)], cwd=tmp_path, check=True)
+    for broker, prefix, roles in (
+        ("nats", "EPD_NATS", nats_users.NATS_ROLES),
+        ("valkey", "EPD_REDIS", valkey_users.VALKEY_ROLES),
+    ):
+        file = tmp_path / f"{broker}.env"
+        made = dict(line.split("=") for line in file.read_text().splitlines())
+        assert set(made) == {f"{prefix}_{role.upper()}_PASSWORD" for role in roles}
+        assert len({*made.values()}) == len(made) and all(each.isalnum() for each in made.values())
+        assert file.stat().st_mode & 0o077 == 0
 
 
 async def test_a_real_valkey_takes_its_users_as_its_chart_writes_them(tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ def log_lines(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return lines
 
 
+def test_a_text_for_terminals_is_not_logged_beside_the_text(log_lines: io.StringIO) -> None:
+    """As uvicorn has it."""
+    logging.getLogger("uvicorn").info("gone", extra={"color_message": "\x1b[36mgone", "n": 1})
+    assert [set(line) for line in read(log_lines)] == [{"ts", "level", "logger", "message", "n"}]
+
+
 async def test_what_a_job_s_tasks_and_threads_log_is_about_it(log_lines: io.StringIO) -> None:
     logger = logging.getLogger("epd")
 

@@ -55,6 +55,13 @@ async def test_a_broker_that_cannot_be_started_again_ends_the_stack(tmp_path: Pa
                 await supervising
 
 
+async def test_a_state_folder_that_cannot_be_made_gives_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BrokerError, match=r"cannot make the state folder .*; choose another one"):
+        async with run_stack(sim_options(tmp_path / "file"), lambda view: None):
+            pass
+
+
 def test_pauses_between_restarts_grow_up_to_a_bound() -> None:
     backoff = Backoff()
     assert [backoff.pause_s(1.0) for _ in range(8)] == [1, 2, 4, 8, 16, 30, 30, 30]

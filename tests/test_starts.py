@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from epd_cli.brokers import Brokers, embedded_brokers
+from epd_common.bus import Bus, declare_streams
 from epd_common.lifecycle import ADVICE, EXIT_FAILED, EXIT_SETTINGS
+from epd_common.protocol.subjects import inbox_prefix
 from epd_vllm.launch import device_problem, ranks, shared_memory_problem
 from service_stack import eventually
 from small_tmpfs import on_small_tmpfs
@@ -163,6 +165,13 @@ async def test_a_signal_ends_the_wait(own: Brokers, tmp_path: Path) -> None:
         ("gateway", {"EPD_API_KEYS_FILE": "/nothing"}, "EPD_API_KEYS_FILE='/nothing'"),
         ("gateway", {"EPD_REDIS_URL": "valkey:6379"}, "EPD_REDIS_URL: "),
         ("gateway", {"EPD_NATS_PASSWORD_FILE": "/nothing"}, "EPD_NATS_PASSWORD_FILE='/nothing'"),
+        ("gateway", {"EPD_NATS_URL": "http://nats:8000"}, "EPD_NATS_URL: URL 1 of 1 is not nats:"),
+        ("gateway", {"EPD_DEADLINE_S": "inf"}, "EPD_DEADLINE_S='inf': Input should be a finite"),
+        ("encoder", {"EPD_LANE_WAITS_S": "a,b,c"}, "EPD_LANE_WAITS_S='a,b,c': "),
+        ("encoder", {"EPD_STORES": "disk"}, "EPD_STORES='disk': must be a comma-separated list"),
+        ("pd", {"EPD_ENGINE_ARGS": "--x 'y"}, 'EPD_ENGINE_ARGS="--x \'y": it cannot be read'),
+        ("encoder", {"EPD_SERVED_MODEL": "a\nb"}, "'a\\nb' cannot be a model's name"),
+        ("encoder", {"EPD_SERVED_MODEL": "\u05d0" * 30}, "is too long: 180 of 175 characters"),
     ],
 )
 async def test_settings_that_cannot_be_used(
@@ -172,6 +181,24 @@ async def test_settings_that_cannot_be_used(
     given = {name: value for name, value in environment.items() if value is not None}
     code, line = await says(role, given, tmp_path)
     assert code == EXIT_SETTINGS and said in line
+
+
+@pytest.mark.parametrize("there", [True, False])
+async def test_more_copies_of_the_queues_than_servers(tmp_path: Path, there: bool) -> None:
+    async with embedded_brokers(tmp_path / "brokers") as fresh:
+        url = fresh.nats.url_for("gateway")
+        environment = {
+            "EPD_NATS_URL": url,
+            "EPD_REDIS_URL": fresh.redis.url_for("gateway"),
+            "EPD_PORT": "0",
+            "EPD_NATS_REPLICAS": "2",
+        }
+        if there:
+            async with Bus(url, name="", inbox=inbox_prefix("gateway")) as bus:
+                await declare_streams(bus, max_jobs=100)
+        code, line = await says("gateway", environment, tmp_path)
+    assert code == EXIT_FAILED
+    assert "replicas > 1 not supported" in line and "EPD_NATS_REPLICAS=2" in line
 
 
 async def test_a_port_that_is_taken(own: Brokers, tmp_path: Path) -> None:

@@ -237,9 +237,17 @@ async def test_a_gateway_that_does_not_tell_is_left_alone(
     assert len(gateway.keys) == 1  # it is not asked at each look
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:8000", "gateway", "http://[x"])
+async def test_a_gateway_that_was_named_and_does_not_answer_is_told_of(url: str) -> None:
+    async with RecentRequests(url) as requests:
+        for _ in range(2):
+            assert await requests.rows([]) is None
+            assert requests.note.startswith(f"no recent requests, as {url} (--gateway) does not")
+
+
 async def test_no_gateway_at_all() -> None:
-    async with RecentRequests("http://127.0.0.1:9") as requests:
-        assert await requests.rows([]) is None
+    async with RecentRequests("") as requests:
+        assert await requests.rows(["http://127.0.0.1:9"]) is None and not requests.note
     async with RecentRequests("") as requests:
         assert await requests.rows([]) is None
 

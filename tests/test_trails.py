@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,12 +90,21 @@ async def test_a_stream_is_open_until_its_end(stack: SimStack) -> None:
     assert trail["pd"]["first_s"] <= trail["pd"]["ended_s"]
 
 
+async def ended_by_outcome(stack: SimStack) -> Counter[str]:
+    text = (await stack.http.get("/metrics")).text
+    found = re.findall(r'^epd_gateway_ended_total{outcome="(\w+)"} (\d+)', text, re.MULTILINE)
+    return Counter({outcome: int(number) for outcome, number in found})
+
+
 async def test_a_stream_that_its_client_leaves_is_cancelled(stack: SimStack) -> None:
+    before = await ended_by_outcome(stack)
     stack.pd_time.hold_after = 3
     async with stack.streaming("x", max_tokens=20, ignore_eos=True) as response:
         request_id = response.headers["x-request-id"]
     trail = await ended_trail(stack, request_id)
     assert (trail["state"], trail["status"], trail["error"]) == ("cancelled", 200, None)
+    # And so do the accounts.
+    assert await ended_by_outcome(stack) - before == Counter(cancelled=1)
     stack.pd_time.passing.set()
 
 

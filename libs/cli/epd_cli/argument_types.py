@@ -40,6 +40,17 @@ def new_deadline(text: str) -> float:
     return seconds
 
 
+def port(text: str) -> int:
+    """A port as typed.
+
+    Raises:
+        argparse.ArgumentTypeError: there is none with this number.
+    """
+    if not text.isascii() or not text.isdigit() or int(text[:20]) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 65535")
+    return int(text)
+
+
 def interval(text: str) -> float:
     """Seconds between two looks, as typed.
 

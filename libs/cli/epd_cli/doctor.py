@@ -69,7 +69,7 @@ async def doctor(asked: Asked, *, as_json: bool) -> int:
     """Look at one thing after another; exit code 1 if any of them is wrong."""
     found: list[Finding] = []
     with contextlib.suppress(BrokenPipeError):
-        for part in (_machine, _server_programs):
+        for part in (_settings, _machine, _server_programs):
             found += _said(part(asked), as_json)
         found += _said(await _engine(asked), as_json)
         if asked.nats_url or asked.redis_url:
@@ -109,6 +109,37 @@ def line(finding: Finding, *, colours: bool = False) -> str:
 
 def _plain(text: str) -> str:
     return "".join(each if each.isprintable() else " " for each in text)
+
+
+def _settings(asked: Asked) -> list[Finding]:
+    """Each ``EPD_*`` variable that services of this purpose read."""
+    from epd_encoder.settings import EncoderSettings
+    from epd_gateway.settings import GatewaySettings
+    from epd_pd.settings import PdSettings
+
+    workers: list[type[CommonSettings]] = [EncoderSettings, PdSettings]
+    read: dict[Purpose, list[type[CommonSettings]]] = {
+        "up": [GatewaySettings, *workers],
+        "gateway": [GatewaySettings],
+        "worker": workers,
+    }
+    given = _urls(asked) | {"model": asked.model or "none"}  # whether one is named is said below
+    problems: dict[str, None] = {}
+    for cls in read[asked.purpose]:
+        try:
+            load_settings(cls, **{name: given[name] for name in given if name in cls.model_fields})
+        except SettingsError as error:
+            problems |= dict.fromkeys(str(error).splitlines())
+    if problems:
+        return [
+            Finding("settings", "wrong", "; ".join(problems), f"mend these variables ({PREFIX}*)")
+        ]
+    return [Finding("settings", "ok", f"all {PREFIX}* variables can be used")]
+
+
+def _urls(asked: Asked) -> dict[str, str]:
+    urls = {"nats_url": asked.nats_url, "redis_url": asked.redis_url}
+    return {name: url for name, url in urls.items() if url}
 
 
 def _machine(asked: Asked) -> list[Finding]:
@@ -192,12 +223,10 @@ async def _engine(asked: Asked) -> list[Finding]:
 
 
 async def _brokers(asked: Asked) -> list[Finding]:
-    given = {"nats_url": asked.nats_url, "redis_url": asked.redis_url}
     try:
-        settings = load_settings(CommonSettings, **{k: v for k, v in given.items() if v})
-    except SettingsError as error:
-        said = "; ".join(str(error).splitlines())
-        return [Finding("settings", "wrong", said, f"mend these variables ({PREFIX}*)")]
+        settings = load_settings(CommonSettings, **_urls(asked))
+    except SettingsError:
+        return []  # said before
     found: list[Finding] = []
     if asked.nats_url:
         nats = await brokers.ask_nats(settings)

@@ -185,7 +185,6 @@ async def run_stack(options: StackOptions, report: Report) -> AsyncIterator[Stac
         epd_cli.brokers.BrokerError: a broker did not start.
     """
     logs = options.state_dir / "logs"
-    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     state_path = options.state_dir / "state.json"
     async with contextlib.AsyncExitStack() as stack:
         report(StackView([("brokers", "starting", "")], 0.0))
@@ -196,6 +195,7 @@ async def run_stack(options: StackOptions, report: Report) -> AsyncIterator[Stac
                 redis=not options.redis_url,
             )
         )
+        logs.mkdir(mode=0o700, exist_ok=True)
         nats_url = options.nats_url or brokers.nats_url
         redis_url = options.redis_url or brokers.redis_url
         _sweep_arenas()

@@ -21,7 +21,7 @@ KEY_PREFIX = "epd-"
 _HASH_PREFIX = "sha256:"
 _HASH = re.compile(r"[0-9a-f]{64}")
 _PRIORITY = re.compile(r"-?[0-9]{1,6}")
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FIELDS = ("tenant", "name", "weight", "cache_scope", "priority")
 
 
@@ -110,10 +110,12 @@ def _entry(words: list[str]) -> ApiKey:
     for word in words[1:]:
         name, _, value = word.partition("=")
         if name not in _FIELDS or name in fields:
-            raise ValueError(f"after the hash come, once each and as NAME=VALUE: {_FIELDS}")
+            raise ValueError(
+                f"after the hash come, once each and as NAME=VALUE: {', '.join(_FIELDS)}"
+            )
         fields[name] = value
     for name in ("tenant", "name"):
-        if _NAME.fullmatch(fields.get(name, "-" if name == "name" else "")) is None:
+        if NAME.fullmatch(fields.get(name, "-" if name == "name" else "")) is None:
             raise ValueError(f"{name}= must be 1 to 64 letters, digits, '.', '_' or '-'")
     return ApiKey(
         hash=digest,

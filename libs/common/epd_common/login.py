@@ -9,25 +9,28 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+_NATS_SCHEMES = ("nats", "tls", "ws", "wss")
 _CREDS_MARKS = (b"BEGIN NATS USER JWT", b"BEGIN USER NKEY SEED")
 
 
 def nats_servers(urls: str) -> list[str]:
-    """The URLs of a cluster's servers, which stand with commas between them.
+    """The URLs of a cluster's servers, which stand with commas between them; ``nats://`` may be left out.
 
     Raises:
         ValueError: one of them is no URL; the text shows none, for passwords may be inside.
     """
     found = [url.strip() for url in re.split(r",(?=\s*[a-z]+://)", urls)]
+    found = [url if "://" in url else f"nats://{url}" for url in found]
     for number, url in enumerate(found, 1):
         try:
-            parts = urlsplit(url if "://" in url else f"nats://{url}")
-            whole = bool(parts.hostname) and (parts.port or 1) > 0
+            parts = urlsplit(url)
+            whole = parts.scheme in _NATS_SCHEMES and bool(parts.hostname) and (parts.port or 1) > 0
         except ValueError:
             whole = False
         if not whole:
             raise ValueError(
-                f"URL {number} of {len(found)} is not nats://HOST:PORT; between several stand commas"
+                f"URL {number} of {len(found)} is not nats://HOST:PORT or tls://HOST:PORT; between several "
+                "stand commas"
             )
     return found
 
@@ -39,9 +42,7 @@ def check_users_alone(urls: str) -> None:
         ValueError: they do not.
     """
     logins = {
-        (parts.username, parts.password)
-        for url in nats_servers(urls)
-        for parts in [urlsplit(url if "://" in url else f"nats://{url}")]
+        (parts.username, parts.password) for url in nats_servers(urls) for parts in [urlsplit(url)]
     }
     user, password = next(iter(logins))
     if len(logins) > 1 or not user or password is not None:

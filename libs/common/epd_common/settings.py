@@ -8,6 +8,7 @@ A bad value fails at start, naming the variable, the value and what is allowed. 
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import uuid
 from pathlib import Path
@@ -28,7 +29,7 @@ from epd_common.login import (
     read_password,
 )
 from epd_common.protocol.lanes import AGED_WAITS_S
-from epd_common.protocol.subjects import ANY_PLACE
+from epd_common.protocol.subjects import ANY_PLACE, LONGEST_MODEL_TOKEN, model_token
 
 PREFIX = "EPD_"
 SECRET: JsonDict = {"secret": True}
@@ -44,7 +45,9 @@ class SettingsError(Exception):
 class CommonSettings(BaseSettings):
     """What the gateway, encoders and PD workers have in common."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, extra="ignore", frozen=True, allow_inf_nan=False
+    )
 
     nats_url: str = Field(
         "nats://127.0.0.1:4222",
@@ -320,6 +323,29 @@ class WorkerSettings(CommonSettings):
             raise ValueError("must be three numbers of 0 or more with commas between them")
         return value
 
+    @field_validator("engine_args")
+    @classmethod
+    def _is_a_command_line(cls, value: str) -> str:
+        try:
+            shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"it cannot be read as a command line: {error}") from None
+        return value
+
+    @model_validator(mode="after")
+    def _check_model_name(self) -> Self:
+        name, how = self.model_name, "set EPD_SERVED_MODEL to another, which clients use"
+        if not name or not name.isprintable():
+            raise ValueError(
+                f"{name!r} cannot be a model's name, as it must have characters that print: {how}"
+            )
+        if (length := len(model_token(name))) > LONGEST_MODEL_TOKEN:
+            raise ValueError(
+                f"the model's name {name!r} is too long: {length} of {LONGEST_MODEL_TOKEN} characters, as "
+                f"each byte that is no letter, digit, _ or - counts as three: {how}"
+            )
+        return self
+
     @property
     def model_name(self) -> str:
         """The name that clients use."""
@@ -340,16 +366,19 @@ def load_settings(cls: type[S], **given: Any) -> S:
     except ValidationError as error:
         lines = []
         for problem in error.errors(include_input=False):
+            said = problem["msg"].removeprefix("Value error, ")
             if not problem["loc"]:  # settings that do not fit each other; the text names them
-                lines.append(problem["msg"])
+                lines.append(said)
                 continue
-            variable = PREFIX + "_".join(str(part) for part in problem["loc"]).upper()
-            setting = cls.model_fields[str(problem["loc"][0])]
+            name = str(problem["loc"][0])  # what follows is the place in a list
+            variable, setting = PREFIX + name.upper(), cls.model_fields[name]
             if problem["type"] == "missing":
                 lines.append(f"{variable} is not set: {setting.description}")
             elif setting.json_schema_extra == SECRET:
-                lines.append(f"{variable}: {problem['msg']}")
+                lines.append(f"{variable}: {said}")
             else:
                 value = os.environ.get(variable, "")
-                lines.append(f"{variable}={value!r}: {problem['msg']}")
-        raise SettingsError("\n".join(lines)) from None  # the cause shows what was given
+                lines.append(f"{variable}={value!r}: {said}")
+        raise SettingsError(
+            "\n".join(dict.fromkeys(lines))
+        ) from None  # the cause shows what was given

@@ -79,10 +79,8 @@ class Door:
             verdict is not Verdict.IN
         ):  # who is let in is counted at the end, as it may be asked again
             self._metrics.admissions.labels(caller.tenant, verdict.value).inc()
-        self._metrics.capacity.labels(worker.model).set(limits.capacity)
-        self._metrics.open_cost.labels(worker.model).set(
-            sums.total + (cost if verdict is Verdict.IN else 0)
-        )
+        open_cost = sums.total + (cost if verdict is Verdict.IN else 0)
+        self._metrics.show_door(worker.model, capacity=limits.capacity, open_cost=open_cost)
         self._metrics.ledger.set(self._ledger.answers)
         if verdict is not Verdict.IN:
             entry.cost = 0

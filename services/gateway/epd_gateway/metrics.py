@@ -24,6 +24,7 @@ class GatewayMetrics(MetricSet):
 
     def __init__(self) -> None:
         super().__init__()
+        self._models_at_door: set[str] = set()
         self.requests = self.counter(
             "epd_gateway_requests",
             "Requests that ended, by route and HTTP status (499: the client went away).",
@@ -130,6 +131,19 @@ class GatewayMetrics(MetricSet):
             ("node",),
         )
 
+    def show_door(self, model: str, *, capacity: int, open_cost: int) -> None:
+        """Show what a model may have open, and what it has."""
+        self._models_at_door.add(model)
+        self.capacity.labels(model).set(capacity)
+        self.open_cost.labels(model).set(open_cost)
+
+    def _forget_models(self, known: set[str]) -> None:
+        """Show no more what the door had of models without a worker, of which it hears no more."""
+        for model in self._models_at_door - known:
+            self._models_at_door.remove(model)
+            self.capacity.remove(model)
+            self.open_cost.remove(model)
+
     def show_account(self, account: Account) -> None:
         """Show the gateway's accounts as they are, so that metrics and audits say the same."""
         self.received.read = lambda: {(): account.received}
@@ -147,6 +161,7 @@ class GatewayMetrics(MetricSet):
         for gauge in (self.slots, self.busy, self.arena_used, self.arena_quota):
             gauge.clear()
         views = [view for view in registry.workers() if view.alive and view.record.model]
+        self._forget_models({view.record.model for view in views})
         for record in (view.record for view in views if view.ready):
             self.slots.labels(record.role, record.model).inc(record.slots)
             self.busy.labels(record.role, record.model).inc(record.busy)

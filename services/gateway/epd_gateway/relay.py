@@ -94,10 +94,10 @@ class Relay(Response):
             finally:  # also where this is cancelled a second time
                 if relaying.done() and not relaying.cancelled() and relaying.exception():
                     self._status = EpdError.status
-                ended = outcome(self._status)
-                self._entry.end(ended)
                 # A stream that is cut off had its status before.
-                self._trail.end(self._status, "cancelled" if relaying.cancelled() else ended)
+                ended = "cancelled" if relaying.cancelled() else outcome(self._status)
+                self._entry.end(ended)
+                self._trail.end(self._status, ended)
                 spans.end(self._span, self._trail)
                 self._metrics.requests.labels(self._route, self._status).inc()
                 self._metrics.duration.labels(self._route).observe(time.monotonic() - self._started)

@@ -143,6 +143,9 @@ topologySpreadConstraints:
   "scaling" (dict "enabled" false "min" 1 "max" 4
     "jobsPerWorker" (dict "encoder" 16 "pd" 24) "queueAgeS" (dict "encoder" 2 "pd" 0)) -}}
 {{- $pool = mergeOverwrite $pool $own -}}
+{{- if and $pool.scaling.enabled (gt (int $pool.scaling.min) (int $pool.scaling.max)) -}}
+{{- fail (printf "the pool %q has a scaling.min of %d, which is above its scaling.max of %d" $name (int $pool.scaling.min) (int $pool.scaling.max)) -}}
+{{- end -}}
 {{- if not (hasKey $.Values.models $pool.model) -}}
 {{- fail (printf "the pool %q has the model %q, which is not in models" $name $pool.model) -}}
 {{- end -}}

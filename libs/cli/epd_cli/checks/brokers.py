@@ -189,8 +189,7 @@ async def ask_nats(settings: CommonSettings) -> NatsFacts | EpdError:
 
 def _inbox(url: str) -> str:
     """Where the URL's user may be answered."""
-    first = nats_servers(url)[0]
-    user = urlsplit(first if "://" in first else f"nats://{first}").username or ""
+    user = urlsplit(nats_servers(url)[0]).username or ""
     if user == "client":
         return "_INBOX.client"
     return inbox_prefix(user if user in NATS_ROLES else "operator")

@@ -55,17 +55,26 @@ class Room:
     Attributes:
         ours_bytes: What an arena has there already.
         kind: As the kernel names it, e.g. ``tmpfs``.
+        usable: This user may make a folder there, or write into the one that is there.
     """
 
     size_bytes: float
     free_bytes: float
     kind: str = "tmpfs"
     ours_bytes: int = 0
+    usable: bool = True
 
 
 def arena(folder: Path, room: Room, wanted_bytes: int) -> Finding:
     """Whether the node's arena has room for ``EPD_ARENA_BYTES``."""
     name = "arena"
+    if not room.usable:
+        return Finding(
+            name,
+            "wrong",
+            f"{folder}: this user may not make it, or write into it",
+            "set EPD_ARENA_DIR to a folder on tmpfs that this user may write to",
+        )
     said = f"{folder}: {size(room.size_bytes)}, {size(room.free_bytes)} free, on {room.kind}"
     if math.isinf(room.size_bytes):
         said = f"{folder}: a {room.kind} without a bound of its own"
@@ -125,6 +134,10 @@ def open_files(soft: int, hard: int) -> Finding:
 # -- facts ------------------------------------------------------------------------------------------
 
 
+_NO_FILES = ("proc", "sysfs")
+"""File systems of the kernel, in which not even root makes a folder."""
+
+
 def room_of(folder: Path) -> Room:
     """The file system that a folder is on, or would be made on."""
     there = folder
@@ -135,7 +148,9 @@ def room_of(folder: Path) -> Room:
     free_bytes = float(stat.f_bavail * stat.f_frsize) if stat.f_blocks else math.inf
     data = folder / "data"
     ours_bytes = sum(stat.st_size for _, stat in entries(data)) if data.is_dir() else 0
-    return Room(size_bytes, free_bytes, _kind(there), ours_bytes)
+    kind = _kind(there)
+    usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK) and kind not in _NO_FILES
+    return Room(size_bytes, free_bytes, kind, ours_bytes, usable)
 
 
 def _kind(folder: Path) -> str:

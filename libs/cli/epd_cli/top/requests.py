@@ -68,8 +68,14 @@ class RecentRequests:
         try:
             if url and (told := await self._ask(url)) is not None:
                 return [row(each) for each in told if isinstance(each, dict)]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-            pass
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            if self._url:
+                reason = str(error) or type(error).__name__
+                self.note = (
+                    f"no recent requests, as {self._url} (--gateway) does not answer: {reason}"
+                )
+        except ValueError:
+            pass  # no JSON
         self._again_at = time.monotonic() + AGAIN_S
         return None
 

@@ -99,7 +99,21 @@ async def declare_streams(
     Args:
         update: Also give them these settings where they have others. That right is the gateway's: who has it
             could have jobs sent elsewhere, or thrown away.
+
+    Raises:
+        UnavailableError: the server does not make them like this, or nobody can decide it.
     """
+    try:
+        await _declare_streams(bus, max_jobs=max_jobs, replicas=replicas, update=update)
+    except APIError as error:
+        raise UnavailableError(
+            f"JetStream refuses a stream or bucket ({error.description}); are EPD_NATS_REPLICAS={replicas} "
+            "and the servers' limits right?",
+            code="nats_unavailable",
+        ) from error
+
+
+async def _declare_streams(bus: Bus, *, max_jobs: int, replicas: int, update: bool) -> None:
     for stage, stream in STREAMS.items():
         await _declare_stream(
             bus.js,
@@ -244,11 +258,7 @@ def _unless_there() -> Iterator[None]:
         yield
     except APIError as error:
         if error.err_code != _NAME_IN_USE:
-            raise UnavailableError(
-                f"JetStream refuses a stream or bucket ({error.description}); are EPD_NATS_REPLICAS and the "
-                "servers' limits right?",
-                code="nats_unavailable",
-            ) from error
+            raise
 
 
 async def _declare_stream(js: JetStreamContext, config: StreamConfig, *, update: bool) -> None:

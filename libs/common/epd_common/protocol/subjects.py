@@ -25,6 +25,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _WORKER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SUBJECT = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
 
+LONGEST_MODEL_TOKEN = 255 - len("generate-=place=") - 64
+"""What a server takes for a consumer's name, less what :func:`place_consumer` puts around a model's."""
+
 _SAFE = re.compile(rb"[A-Za-z0-9_-]")
 _ESCAPE = re.compile(r"=([0-9A-F]{2})")
 

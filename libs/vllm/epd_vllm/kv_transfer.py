@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
 from dataclasses import dataclass
 from typing import Literal
+
+from epd_vllm.launch import EngineStartError
 
 OPTION = "--kv-transfer-config"
 UCX_ON_CPU = "tcp,shm,cma,self"
@@ -28,6 +31,22 @@ class KvOptions:
     host: str
     port: int
     lease_s: int
+
+
+def check_nixl(options: KvOptions, extra: str) -> None:
+    """See that NIXL is there, as vLLM says so late, in its engine's process, and not how to get it.
+
+    It is not imported: its library takes over a process's signal handlers.
+
+    Raises:
+        EngineStartError: it is not installed.
+    """
+    if OPTION not in extra and importlib.util.find_spec("nixl") is None:
+        raise EngineStartError(
+            f"EPD_PD_ROLE={options.role} needs NIXL, which is not installed: install epdflow with its extra "
+            "`nixl`, or name another connector by --kv-transfer-config in EPD_ENGINE_ARGS",
+            code="nixl_missing",
+        )
 
 
 def kv_arguments(options: KvOptions, extra: str) -> dict[str, str | None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import ipaddress
 import json
 import os
 import socket
@@ -14,6 +16,7 @@ from epd_vllm.launch import EngineStartError
 OPTION = "--kv-transfer-config"
 UCX_ON_CPU = "tcp,shm,cma,self"
 """Without tcp NIXL's agents do not find each other."""
+LOOPBACK = "lo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,15 @@ def prepare_kv_environment(options: KvOptions, *, is_cpu: bool) -> None:
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
     if is_cpu:
         os.environ.setdefault("UCX_TLS", UCX_ON_CPU)
+        if _is_loopback(options.host):
+            # It would listen at all addresses of the machine, for whoever reaches them.
+            os.environ.setdefault("UCX_NET_DEVICES", LOOPBACK)
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _free_port(host: str) -> int:

@@ -34,8 +34,14 @@ def test_an_operator_s_own_connector_needs_no_nixl() -> None:
 
 @pytest.mark.parametrize(
     ("host", "is_cpu", "devices"),
-    [("127.0.0.1", True, "lo"), ("localhost", True, "lo"), ("::1", True, "lo")]
-    + [("10.1.2.3", True, None), ("3f2a", True, None), ("127.0.0.1", False, None)],
+    [
+        ("127.0.0.1", True, "lo"),
+        ("localhost", True, "lo"),
+        ("::1", True, "lo"),
+        ("10.1.2.3", True, None),
+        ("3f2a", True, None),
+        ("127.0.0.1", False, None),
+    ],
 )
 def test_who_is_for_its_own_machine_listens_there_alone(
     host: str, is_cpu: bool, devices: str | None, monkeypatch: pytest.MonkeyPatch

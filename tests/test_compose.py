@@ -445,11 +445,13 @@ def test_prefill_and_decode_apart(stack: Stack) -> None:
     up = ("--profile", "epd", "up", "--detach", "--wait", "--wait-timeout", str(START_S))
     services = (*stack.services, "prefill", "decode")
     apart.run(*up, "--scale", "encoder=1", "--scale", "pd=0", *services, timeout_s=START_S + 60)
-    (decode,) = apart.run("--profile", "epd", "ps", "--quiet", "decode").split()
+    prefill, decode = (
+        apart.run("--profile", "epd", "ps", "--quiet", role).strip()[:12]
+        for role in ("prefill", "decode")
+    )
     for trail in ask_many(apart, range(4000, 4004)):
-        assert trail["pd"]["worker"] == decode[:12]
-    logs = apart.run("--profile", "epd", "logs", "--no-log-prefix", "decode")
-    assert "prefilling a prompt anew" not in logs  # its keys and values came from the other
+        assert (trail["prefill"]["worker"], trail["pd"]["worker"]) == (prefill, decode)
+        assert trail["pd"]["loaded_tokens"] > 0  # its keys and values came from the other
 
 
 def test_down_leaves_nothing(stack: Stack) -> None:

@@ -38,7 +38,7 @@ monitoring: setup ## dashboards and alerts on a real Prometheus, Debian's packag
 	scripts/prometheus.sh
 	$(BIN)/python -m pytest -m prometheus --durations=5
 
-chaostest: setup ## 1,500 requests while processes are killed; 3 minutes
+chaostest: setup ## 2,200 requests while processes are killed; 5 minutes
 	$(BIN)/python -m pytest -m chaos -s
 
 chaos: setup ## 10,000 requests while processes are killed; 15 minutes; results in build/chaos

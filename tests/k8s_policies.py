@@ -88,7 +88,9 @@ def _has_port(rule: Object, target: End, port: int, protocol: str) -> bool:
         number = wanted["port"]
         if isinstance(number, str):
             number = target.ports.get(number) if isinstance(target, Pod) else None
-        if number == port and wanted.get("protocol", "TCP") == protocol:
+        if number is None or wanted.get("protocol", "TCP") != protocol:
+            continue
+        if number <= port <= wanted.get("endPort", number):
             return True
     return False
 

@@ -98,6 +98,27 @@ def test_what_does_not_hold_is_named(flaw: Callable[[Run], Run], says: str) -> N
     assert failure.startswith(says)
 
 
+def test_the_page_has_the_kinds_of_workers_that_ran() -> None:
+    seen = {"prefill-1": (50 * MIB, 20.0), "decode-1": (50 * MIB, 20.0)}
+    answered = [
+        dataclasses.replace(outcome(n), detail=f"{'decode' if n % 4 else 'prefill'}-1")
+        for n in range(200)
+    ]
+    run = dataclasses.replace(
+        passed(),
+        outcomes=answered,
+        faults=[Fault(1.0, "decode-1", "decode", "freeze")],
+        memory=[{"at_s": n, "seen": seen} for n in range(30)],
+    )
+    lines = page(run).splitlines()
+    assert [line for line in lines if line.startswith(("| pd", "| prefill", "| decode"))] == [
+        "| prefill | 0 | 0 | 0 | 50 MiB | 50 MiB |",
+        "| decode | 0 | 1 | 0 | 50 MiB | 50 MiB |",
+    ]
+    assert "| answered by | `decode` 150, `prefill` 50 |" in lines
+    assert "answered by" not in page(passed())
+
+
 @pytest.mark.slow  # it looks at all fonts
 def test_the_plot_can_be_drawn(tmp_path: Path) -> None:
     plot(passed(), tmp_path / "chaos.png")
@@ -181,11 +202,16 @@ async def test_clients_ask_the_next_gateway_and_check_the_answer() -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(420)
-async def test_a_short_run_passes(tmp_path: Path) -> None:
-    """1,500 requests, one fault every two seconds."""
+@pytest.mark.parametrize(
+    ("requests", "workers"),
+    [(1500, ()), (700, ("--prefills", "3", "--decodes", "3"))],
+    ids=["two stages", "three stages"],
+)
+async def test_a_short_run_passes(requests: int, workers: tuple[str, ...], tmp_path: Path) -> None:
+    """With one fault every two seconds."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.chaos", "--requests", "1500", "--seed", "1"),
-        *("--out", str(tmp_path)),
+        *(sys.executable, "-m", "bench.chaos", "--requests", str(requests), "--seed", "1"),
+        *("--out", str(tmp_path), *workers),
     )
     try:
         async with asyncio.timeout(400):
@@ -197,3 +223,7 @@ async def test_a_short_run_passes(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "chaos.json").read_text())
     assert found["verdict"] == []
     assert code == 0
+    if workers:
+        answered = [each for each in found["outcomes"] if each["ended"] == "answered"]
+        decoded = [each for each in answered if each["detail"].startswith("decode-")]
+        assert len(decoded) >= len(answered) // 2

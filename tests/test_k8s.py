@@ -85,6 +85,10 @@ WRONG: list[tuple[tuple[str, ...], object, str]] = [
     (("pools", "a"), {"replicas": 2}, "containers"),
     (("pools", "a", "containers"), {}, "containers"),
     (("pools", "a", "containers"), {"decoder": {}}, "decoder"),
+    (("pools", "a", "containers"), {"pd": {"role": "decoder"}}, "role"),
+    (("pools", "a", "containers"), {"encoder": {"role": "decode"}}, "role"),
+    (("pools", "a", "containers"), {"pd": {"role": "decode"}}, 'no pool of the model "default"'),
+    (("kv", "ucxPorts"), "25000", "ucxPorts"),
     (("pools", "a"), {"containers": {"pd": {}}, "scaling": {"min": 0}}, "min"),
     (("pools", "a"), {"containers": {"pd": {}}, "model": "b"}, 'model "b"'),
     (

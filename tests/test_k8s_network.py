@@ -103,6 +103,29 @@ def policies_of(objects: list[Object]) -> list[Object]:
     ]
 
 
+def test_keys_and_values_go_between_prefill_and_decode_alone() -> None:
+    objects = render(example("prefill-decode"))
+    policies, gateway = policies_of(objects), gateway_of(objects)
+    pods = {d["metadata"]["name"]: pod_of(d) for d in of_kind(objects, "Deployment")}
+    encoder, prefill, decode = (pods[f"epd-epdflow-{n}"] for n in ("encoder", "prefill", "decode"))
+    foreign = Pod({**prefill.labels, "app.kubernetes.io/instance": "else"}, NAMESPACE)
+    ports = (5600, 5615, 25000, 25099)
+    for port in ports:
+        for source, target in ((decode, prefill), (prefill, decode), (decode, decode)):
+            assert allowed(policies, source, target, port), (source, target, port)
+        for other in (gateway, encoder, foreign, STRANGER, PROMETHEUS):
+            assert not allowed(policies, other, prefill, port), (other, port)
+            assert not allowed(policies, prefill, other, port), (other, port)
+        assert not allowed(policies, prefill, PUBLIC, port)
+    for port in (22, 5599, 5616, 24999, 25100):
+        assert not allowed(policies, decode, prefill, port)
+
+
+def test_without_these_roles_nobody_calls_a_worker() -> None:
+    names = {found["metadata"]["name"] for found in of_kind(render({}), "NetworkPolicy")}
+    assert names == {f"epd-epdflow-{what}" for what in ("gateway", "workers", "nats", "valkey")}
+
+
 def test_who_may_reach_the_gateway_can_be_named() -> None:
     objects = render(example("cluster"))
     gateway = gateway_of(objects)

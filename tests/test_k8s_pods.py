@@ -148,6 +148,22 @@ def test_nothing_runs_as_root_or_writes_where_it_need_not(values: str) -> None:
                 assert "add" not in context["capabilities"] and "runAsUser" not in context
 
 
+def test_who_prefills_and_who_decodes_know_their_address_and_ports() -> None:
+    found = {
+        deployment["metadata"]["name"].rpartition("-")[2]: environment(container)
+        for deployment, container in containers(render(example("prefill-decode")))
+    }
+    assert {name for name in found if "EPD_PD_ROLE" in found[name]} == {"prefill", "decode"}
+    for role in ("prefill", "decode"):
+        assert found[role]["EPD_PD_ROLE"] == role
+        assert found[role]["EPD_KV_HOST"] == "status-podIP"
+        assert found[role]["EPD_KV_PORT"] == "5600"  # a free one is looked for on IPv4 alone
+        assert found[role]["UCX_TCP_PORT_RANGE"] == "25000-25099"
+    assert not {name for name in found["encoder"] if name.startswith(("EPD_KV", "UCX", "POD_IP"))}
+    plain = [environment(container) for _, container in containers(render({}))]
+    assert not {name for each in plain for name in each if name.startswith(("EPD_KV", "UCX"))}
+
+
 @every()
 def test_who_says_to_share_an_arena_shares_a_mount(values: str) -> None:
     chosen = example(values).get("arena", {}).get("kind", "pod")

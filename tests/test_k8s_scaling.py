@@ -26,22 +26,24 @@ from k8s_policies import Object, selects
 ROOT = K8S.parents[1]
 
 
-def expected_consumers(role: str, model: str) -> set[tuple[str, str]]:
+def expected_consumers(role: str, model: str, pd_role: str) -> set[tuple[str, str]]:
     if role == "encoder":
         return {
             (subjects.ENCODE_STREAM, subjects.encode_consumer(model, x)) for x in subjects.LANES
         }
+    place = subjects.DECODE_PLACE if pd_role == "decode" else subjects.ANY_PLACE
     return {
-        (subjects.GENERATE_STREAM, subjects.generate_consumer(model, x)) for x in subjects.LANES
+        (subjects.GENERATE_STREAM, subjects.generate_consumer(model, x, place))
+        for x in subjects.LANES
     }
 
 
-@every("cluster", "everything")
+@every("cluster", "everything", "prefill-decode")
 def test_what_scales_a_pool_is_the_queues_of_its_model_and_roles(values: str) -> None:
     objects = render(example(values))
     deployments = {found["metadata"]["name"]: found for found in of_kind(objects, "Deployment")}
     scaled = of_kind(objects, "ScaledObject")
-    assert len(scaled) == 2
+    assert len(scaled) == (3 if values == "prefill-decode" else 2)
     for found in scaled:
         deployment = deployments[found["spec"]["scaleTargetRef"]["name"]]
         assert "replicas" not in deployment["spec"]  # or an upgrade would undo the scaling
@@ -50,7 +52,8 @@ def test_what_scales_a_pool_is_the_queues_of_its_model_and_roles(values: str) ->
         for container in pod_spec(deployment)["containers"]:
             variables = environment(container)
             model = variables.get("EPD_SERVED_MODEL") or variables["EPD_MODEL"]
-            expected |= expected_consumers(container["name"], model)
+            pd_role = variables.get("EPD_PD_ROLE", "pd")
+            expected |= expected_consumers(container["name"], model, pd_role)
         lags = [t["metadata"] for t in found["spec"]["triggers"] if t["type"] == "nats-jetstream"]
         assert {(lag["stream"], lag["consumer"]) for lag in lags} == expected
         assert {lag["account"] for lag in lags} == {"$G"}  # where users without an account are
@@ -94,6 +97,19 @@ def test_without_prometheus_the_lag_alone_scales() -> None:
     pool = {"containers": {"encoder": {}}, "scaling": {"enabled": True}}
     [found] = of_kind(render({"pools": {"e": pool}}), "ScaledObject")
     assert {trigger["type"] for trigger in found["spec"]["triggers"]} == {"nats-jetstream"}
+
+
+def test_prefill_and_decode_are_not_scaled_by_what_counts_both() -> None:
+    values = example("prefill-decode") | {"scaling": {"prometheus": {"url": "http://prometheus"}}}
+    kinds = {
+        found["metadata"]["name"].rpartition("-")[2]: {t["type"] for t in found["spec"]["triggers"]}
+        for found in of_kind(render(values), "ScaledObject")
+    }
+    assert kinds == {
+        "encoder": {"nats-jetstream", "prometheus"},
+        "prefill": {"nats-jetstream"},
+        "decode": {"nats-jetstream"},
+    }
 
 
 @every()

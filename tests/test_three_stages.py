@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -18,10 +19,20 @@ from direct import Inbox, direct_job, publish
 from epd_cli.connect import operator_bus
 from epd_cli.stack import Stack, StackOptions, run_stack
 from epd_common.bus import Bus, declare_consumers, declare_streams
+from epd_common.bus.delivery import Delivery
+from epd_common.bus.streams import MAX_DELIVERIES
 from epd_common.engines import AnswerHead, AnswerPart, AnswerPiece, KvLostError
 from epd_common.health import ask_health
 from epd_common.ingest.body import CHAT, COMPLETIONS
-from epd_common.protocol import Handover, Receipt, ReplyEnd, encode, subjects
+from epd_common.protocol import (
+    Handover,
+    Receipt,
+    ReplyData,
+    ReplyEnd,
+    ReplyHead,
+    encode,
+    subjects,
+)
 from epd_pd.handing_over import SplitPolicy, can_be_split
 from epd_pd.loading import CLOCKS_S, believable_s, in_time
 from epd_pd.other_places import to_look_into
@@ -242,6 +253,51 @@ async def test_nobody_decodes(nats_url: str, redis_url: str, tmp_path: Path) -> 
         assert found["answered"] + found["handed_over"] >= 2 and found["answered"] >= 2
 
 
+@pytest.mark.slow  # until a job is delivered again
+async def test_a_lost_acknowledgement_lets_two_workers_answer_as_two_attempts(
+    nats_url: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job comes once more, when its decode job is being answered and no decode worker takes more."""
+    lost: list[str] = []
+    acknowledge = Delivery.ack
+
+    async def lose_one(self: Delivery) -> None:
+        if subjects.place_of(self.subject) == subjects.ANY_PLACE and not lost:
+            lost.append(self.subject)
+            self.leave()
+        else:
+            await acknowledge(self)
+
+    monkeypatch.setattr(Delivery, "ack", lose_one)
+    async with three(nats_url, redis_url, tmp_path) as stack:
+        prefill, decoder = stack.pds
+        stack.pd_time.real_s = 0.02
+        inbox = await Inbox().listen(stack.bus)
+        body = {
+            "messages": [{"role": "user", "content": "hello"}],
+            "stream": True,
+            "max_tokens": LONG,
+            "ignore_eos": True,
+        }
+        await publish(
+            stack, "generate", encode(direct_job(stack, inbox, body=json.dumps(body).encode()))
+        )
+        await eventually(lambda: len(inbox.frames) > 5, "an answer is told")
+        stopping = asyncio.create_task(decoder.process.stop())
+
+        def ends() -> int:
+            return sum(isinstance(frame, ReplyEnd) for frame in inbox.frames)
+
+        await eventually(lambda: ends() == 2, "both end", BOUND_S * 4)
+        await stopping
+        assert (await counters(stack, prefill))["answered"] == 1
+        heads = {f.attempt: f.worker for f in inbox.frames if isinstance(f, ReplyHead)}
+        # The later attempt is the one whose frames came first, so that nobody shows any of the other's.
+        assert heads == {MAX_DELIVERIES + 1: decoder.id, 2: prefill.id}
+        frames = [f for f in inbox.frames if isinstance(f, ReplyHead | ReplyData | ReplyEnd)]
+        assert len({(f.attempt, f.seq) for f in frames}) == len(frames)
+
+
 async def test_a_decode_job_that_nobody_is_left_for(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:
@@ -264,7 +320,7 @@ async def test_a_decode_job_that_nobody_is_left_for(
             lambda: bool(inbox.frames) and isinstance(inbox.frames[-1], ReplyEnd),
             "it is answered",
         )
-        assert {frame.attempt for frame in inbox.frames} == {4}
+        assert {frame.attempt for frame in inbox.frames} == {MAX_DELIVERIES + 1}
         assert (await counters(stack, stack.pds[0]))["kv_lost"] == 1
 
 

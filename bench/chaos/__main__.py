@@ -17,7 +17,7 @@ from typing import Any
 from bench.chaos.faults import Faults
 from bench.chaos.load import ALL_TRIES_S, Load
 from bench.chaos.report import Run, verdict, write
-from bench.chaos.rig import Rig, rig
+from bench.chaos.rig import Rig, processes, rig
 from epd_cli.audit import notes, totals, until_balanced
 from epd_cli.connect import operator_redis
 from epd_common.tasks import end
@@ -35,10 +35,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rate", type=float, default=10.0, help="requests a second")
     parser.add_argument("--every", type=float, default=2.0, help="seconds from fault to fault")
+    parser.add_argument("--pds", type=int, help="PD workers; 3, or none with --prefills")
+    parser.add_argument("--prefills", type=int, default=0, help="workers that prefill alone")
+    parser.add_argument("--decodes", type=int, default=0, help="workers that decode for those")
     parser.add_argument(
         "--out", type=Path, default=Path("build/chaos"), help="folder for the results"
     )
     arguments = parser.parse_args()
+    if bool(arguments.prefills) != bool(arguments.decodes):
+        parser.error("--prefills and --decodes go together")
+    if arguments.pds is None:
+        arguments.pds = 0 if arguments.prefills else 3
     configure_logging("error", "text")
     return asyncio.run(run(arguments))
 
@@ -46,7 +53,8 @@ def main() -> int:
 async def run(arguments: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="epd-chaos-"))
     try:
-        async with rig(folder) as running:
+        roles = processes(pds=arguments.pds, prefills=arguments.prefills, decodes=arguments.decodes)
+        async with rig(folder, roles) as running:
             found = await storm(running, arguments)
     finally:
         await asyncio.to_thread(_keep_logs, folder, arguments.out / "logs")

@@ -24,6 +24,8 @@ KINDS: dict[str, dict[Kind, float]] = {
     "gateway": {"kill": 1, "freeze": 1, "restart": 1},
     "encoder": {"kill": 1, "freeze": 1, "restart": 1},
     "pd": {"kill": 1, "freeze": 1, "restart": 1},
+    "prefill": {"kill": 1, "freeze": 1, "restart": 1},
+    "decode": {"kill": 1, "freeze": 1, "restart": 1},
     "nats": {"kill": 1, "freeze": 1, "restart": 1},
     "valkey": {"freeze": 4, "restart": 1},
 }
@@ -43,8 +45,8 @@ class Fault:
 class Faults:
     """Does one fault every so often, until it is stopped.
 
-    One NATS server at a time is away: two of three would be no cluster. Of gateways, encoders and PD workers
-    the last one that serves is left alone.
+    One NATS server at a time is away: two of three would be no cluster. Of gateways, encoders and each
+    kind of PD workers the last one that serves is left alone.
     """
 
     def __init__(self, rig: Rig, seed: int, *, every_s: float, began: float) -> None:

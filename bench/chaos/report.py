@@ -21,7 +21,7 @@ GROWTH, GROWTH_BYTES = 1.25, 24 << 20
 GROWN_UP_S = 10.0
 """A process that is younger has not loaded everything yet."""
 
-ROLES = ("gateway", "encoder", "pd", "nats", "valkey")
+ROLES = ("gateway", "encoder", "pd", "prefill", "decode", "nats", "valkey")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +91,12 @@ def growth(memory: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     }
 
 
+def roles(run: Run) -> list[str]:
+    """Those of which there was a process."""
+    seen = {name.partition("-")[0] for sample in run.memory for name in sample["seen"]}
+    return [role for role in ROLES if role in seen | {fault.role for fault in run.faults}]
+
+
 def _mib(size: float) -> str:
     return f"{size / (1 << 20):.0f} MiB"
 
@@ -120,6 +126,7 @@ def page(run: Run) -> str:
     answered = ended.pop("answered", 0)
     retried = sum(outcome.tries > 1 for outcome in run.outcomes)
     kinds = Counter((fault.role, fault.kind) for fault in run.faults)
+    by = Counter(o.detail.partition("-")[0] for o in run.outcomes if o.ended == "answered")
     lines = [
         "| | |",
         "| --- | --- |",
@@ -127,10 +134,9 @@ def page(run: Run) -> str:
         f"{run.date}, {run.machine} |",
         f"| faults | {len(run.faults)}, one every {run.every_s:g} s |",
         f"| answered, and right | {answered} ({100 * answered / max(1, run.requests):.2f} %) |",
+        *([f"| answered by | {_counts(by)} |"] if len(by) > 1 else []),
         f"| wrong answers | {ended.pop('wrong', 0)} |",
-        f"| errors | {sum(ended.values())}: "
-        + (", ".join(f"`{how}` {n}" for how, n in ended.most_common()) or "none")
-        + " |",
+        f"| errors | {sum(ended.values())}: " + (_counts(ended) or "none") + " |",
         f"| sent to another gateway, or later again | {retried}; {run.sent_again} times since a gateway was "
         "lost before the first byte of its answer |",
         f"| time to the whole answer | p50 {percentile(took, 0.5):.2f} s, p90 "
@@ -146,11 +152,15 @@ def page(run: Run) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     sizes = growth(run.memory)
-    for role in ROLES:
+    for role in roles(run):
         first, last = sizes.get(role, (0.0, 0.0))
         counts = " | ".join(str(kinds[role, kind]) for kind in ("kill", "freeze", "restart"))
         lines.append(f"| {role} | {counts} | {_mib(first)} | {_mib(last)} |")
     return "\n".join(lines) + "\n"
+
+
+def _counts(counts: Counter[str]) -> str:
+    return ", ".join(f"`{what}` {n}" for what, n in counts.most_common())
 
 
 def plot(run: Run, path: Path) -> None:
@@ -160,6 +170,7 @@ def plot(run: Run, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    rows = roles(run)
     bin_s = max(5.0, run.lasted_s / 120)
     bins = math.ceil(run.lasted_s / bin_s) or 1
     answered, failed = [0.0] * bins, [0.0] * bins
@@ -195,17 +206,17 @@ def plot(run: Run, path: Path) -> None:
         some = [fault for fault in run.faults if fault.kind == kind]
         faults.scatter(
             [fault.at_s for fault in some],
-            [ROLES.index(fault.role) for fault in some],
+            [rows.index(fault.role) for fault in some],
             marker=mark,
             s=12,
             color=colour,
             label=kind,
         )
-    faults.set_yticks(range(len(ROLES)), ROLES)
+    faults.set_yticks(range(len(rows)), rows)
     faults.invert_yaxis()
     faults.margins(y=0.15)
     faults.legend(**beside)
-    for number, role in enumerate(ROLES):
+    for number, role in enumerate(rows):
         points = [
             (sample["at_s"], rss / (1 << 20))
             for sample in run.memory

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,12 +19,12 @@ from bench.nats_cluster import ClusterNode, NatsCluster, nats_cluster
 from epd_cli.brokers import ValkeyBroker, embedded_brokers
 from epd_cli.connect import operator_bus
 from epd_cli.processes import ServiceProcess
+from epd_cli.stack import PD_ROLES
 from epd_common.bus import Bus, Registry
 from epd_common.errors import UnavailableError
 from epd_common.protocol import subjects
 from epd_common.tasks import end
 
-ROLES = {"gateway": 2, "encoder": 3, "pd": 3}
 READY_WITHIN_S = 90.0
 AGAIN_S = 0.3
 STREAMS = (
@@ -49,12 +49,26 @@ SETTINGS = {
     "EPD_ARENA_BYTES": str(256 << 20),
     "EPD_PORT": "0",
     "EPD_LOG_FORMAT": "text",
+    # Two in three requests are handed over, and what is kept for that ends within the run.
+    "EPD_SPLIT_TOKENS": "12",
+    "EPD_KV_LEASE_S": "8",
 }
+
+
+def processes(*, pds: int, prefills: int, decodes: int) -> dict[str, int]:
+    """How many of each role a run has, brokers aside."""
+    counts = {"gateway": 2, "encoder": 3, "pd": pds, "prefill": prefills, "decode": decodes}
+    return {role: count for role, count in counts.items() if count}
 
 
 @dataclass(slots=True)
 class Target:
-    """A process that a fault may befall. ``up`` is whether it serves, as far as the rig knows."""
+    """A process that a fault may befall.
+
+    Attributes:
+        role: Of PD workers the kind: ``pd``, ``prefill`` or ``decode``.
+        frozen: By a fault, now; ``mending`` while one is at it.
+    """
 
     name: str
     role: str
@@ -65,6 +79,15 @@ class Target:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def service(self) -> str:
+        """The program, which is what it is in the registry and to the brokers."""
+        return service_of(self.role)
+
+
+def service_of(role: str) -> str:
+    return "pd" if role in PD_ROLES else role
 
 
 @dataclass(slots=True)
@@ -88,7 +111,7 @@ class Rig:
             return target.process.running and await self.whole()
         if isinstance(target.process, ValkeyBroker):
             return target.process.running
-        for view in self.registry.workers(target.role):
+        for view in self.registry.workers(target.service):
             if view.record.worker == target.name:
                 return view.ready and view.record.pid == target.process.pid
         return False
@@ -135,8 +158,12 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def rig(folder: Path) -> AsyncIterator[Rig]:
-    """Everything, ready; ended when the context is left."""
+async def rig(folder: Path, roles: Mapping[str, int]) -> AsyncIterator[Rig]:
+    """Everything, ready; ended when the context is left.
+
+    Args:
+        roles: How many of each: :func:`processes`.
+    """
     async with contextlib.AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(nats_cluster(folder / "nats"))
         brokers = await stack.enter_async_context(
@@ -145,16 +172,18 @@ async def rig(folder: Path) -> AsyncIterator[Rig]:
         arena = Path(f"/dev/shm/epdflow-{os.getpid()}")
         stack.callback(shutil.rmtree, arena, ignore_errors=True)
         targets = []
-        for role, count in ROLES.items():
+        for role, count in roles.items():
+            service = service_of(role)
             environment = {
                 **SETTINGS,
-                "EPD_NATS_URL": cluster.url_for(role),
-                "EPD_REDIS_URL": brokers.redis.url_for(role),
+                "EPD_NATS_URL": cluster.url_for(service),
+                "EPD_REDIS_URL": brokers.redis.url_for(service),
                 "EPD_ARENA_DIR": str(arena),
+                **({"EPD_PD_ROLE": role} if service == "pd" else {}),
             }
             for number in range(1, count + 1):
                 name = f"{role}-{number}"
-                process = ServiceProcess(role, name, environment, folder / f"{name}.log")
+                process = ServiceProcess(service, name, environment, folder / f"{name}.log")
                 targets.append(Target(name, role, process))
                 await process.start()
                 stack.push_async_callback(process.stop)

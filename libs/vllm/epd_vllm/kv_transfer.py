@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import ipaddress
 import json
 import os
 import socket
 from dataclasses import dataclass
 from typing import Literal
 
+from epd_vllm.launch import EngineStartError
+
 OPTION = "--kv-transfer-config"
 UCX_ON_CPU = "tcp,shm,cma,self"
 """Without tcp NIXL's agents do not find each other."""
+LOOPBACK = "lo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,22 @@ class KvOptions:
     host: str
     port: int
     lease_s: int
+
+
+def check_nixl(options: KvOptions, extra: str) -> None:
+    """See that NIXL is there, as vLLM says so late, in its engine's process, and not how to get it.
+
+    It is not imported: its library takes over a process's signal handlers.
+
+    Raises:
+        EngineStartError: it is not installed.
+    """
+    if OPTION not in extra and importlib.util.find_spec("nixl") is None:
+        raise EngineStartError(
+            f"EPD_PD_ROLE={options.role} needs NIXL, which is not installed: install epdflow with its extra "
+            "`nixl`, or name another connector by --kv-transfer-config in EPD_ENGINE_ARGS",
+            code="nixl_missing",
+        )
 
 
 def kv_arguments(options: KvOptions, extra: str) -> dict[str, str | None]:
@@ -52,6 +74,15 @@ def prepare_kv_environment(options: KvOptions, *, is_cpu: bool) -> None:
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
     if is_cpu:
         os.environ.setdefault("UCX_TLS", UCX_ON_CPU)
+        if _is_loopback(options.host):
+            # It would listen at all addresses of the machine, for whoever reaches them.
+            os.environ.setdefault("UCX_NET_DEVICES", LOOPBACK)
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _free_port(host: str) -> int:

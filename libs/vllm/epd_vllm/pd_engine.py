@@ -40,7 +40,7 @@ from epd_vllm.engine import EngineOptions, VllmEngine
 from epd_vllm.gate import managed_params
 from epd_vllm.handover import HandoverNotes, prefill_only
 from epd_vllm.kept_pipe import KeptReader
-from epd_vllm.kv_transfer import KvOptions, kv_arguments, prepare_kv_environment
+from epd_vllm.kv_transfer import KvOptions, check_nixl, kv_arguments, prepare_kv_environment
 from epd_vllm.launch import inspect
 from epd_vllm.model import check_model, needs_vision_tower
 from epd_vllm.openai_app import OpenAIApp
@@ -114,6 +114,8 @@ class VllmPdEngine(VllmEngine):
             return await self._start(progress, pipe=str(pipe))
 
     async def _start(self, progress: Progress, *, pipe: str) -> EngineInfo:
+        if self._kv is not None:
+            check_nixl(self._kv, self._options.extra_arguments)
         folder = await asyncio.to_thread(
             check_model, self._options.model, self._options.extra_arguments
         )

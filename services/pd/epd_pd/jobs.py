@@ -35,6 +35,9 @@ from epd_pd.trail import Trail
 
 logger = logging.getLogger(__name__)
 
+LAST_ATTEMPT = 2 * MAX_DELIVERIES + 1
+"""Number of what is said when nobody is left to try, behind all attempts of a job and of its decode job."""
+
 
 class GenerateHandler:
     """Handles generate jobs, many at once.
@@ -103,16 +106,16 @@ class GenerateHandler:
             # Else it is the same job again, as its heartbeats were late: what runs goes on and settles it.
             return
         self._running[job.request_id] = delivery.sequence
-        number = _number(job, delivery)
+        number, shown = _number(job, delivery), _shown(job, delivery)
         trail = Trail(
             worker=self._worker,
             node=self._node,
-            attempt=number,
+            attempt=shown,
             began=delivery.received,
             queued_s=delivery.queued_s,
             prefill=job.handover.receipt if job.handover else None,
         )
-        span = spans.begin(self._tracer, job, attempt=number, queued_s=delivery.queued_s)
+        span = spans.begin(self._tracer, job, attempt=shown, queued_s=delivery.queued_s)
         writer = self._writer(job, delivery, replays=self._replays, receipt=trail.receipt)
         share = self._backlog.add(0 if job.handover else prompt_tokens_at_sight(job))
         attempt = Attempt(
@@ -157,7 +160,7 @@ class GenerateHandler:
 
     async def exhausted(self, data: bytes, error: EpdError) -> None:
         """Tell the requester that nobody answers this any more."""
-        writer = writer_for_undone(self._bus, data, attempt=MAX_DELIVERIES + 1, worker=self._worker)
+        writer = writer_for_undone(self._bus, data, attempt=LAST_ATTEMPT, worker=self._worker)
         if writer is not None:
             await writer.error(error)
 
@@ -222,5 +225,14 @@ class GenerateHandler:
 
 
 def _number(job: GenerateJob, delivery: Delivery) -> int:
-    """Which attempt at the request this is: decode jobs count on from their prefill workers'."""
+    """Which attempt at the request this is.
+
+    Those of decode jobs come behind all that their prefill workers can have: a prefill worker whose
+    acknowledgement was lost is followed by another one, which may answer itself this time.
+    """
+    return delivery.attempt + (MAX_DELIVERIES if job.handover else 0)
+
+
+def _shown(job: GenerateJob, delivery: Delivery) -> int:
+    """The same for people: how often a worker has begun with the request."""
     return delivery.attempt + (job.handover.attempt if job.handover else 0)

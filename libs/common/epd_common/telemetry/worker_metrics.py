@@ -253,7 +253,8 @@ class StoreMetrics:
         self.not_read = metrics.shown_counter(
             "epd_store_nixl_failed_reads",
             "Embeddings that were to be read by nixl and were not, so that the next store was tried: gone "
-            "(the peer), late, unknown (the peer), incompatible, refused (the locator), stale (evicted).",
+            "(the peer), late, unknown (the peer), incompatible, refused (the locator), stale (evicted), "
+            "memory (none could be registered here).",
             ("reason",),
         )
         self.nixl = metrics.shown_gauge(

@@ -92,8 +92,19 @@ class Agent:
             raise NixlMissingError(f"NIXL could not be started with UCX: {error}") from error
 
     def register(self, span: Span) -> None:
-        """Let NIXL use some memory, and peers that hold :meth:`metadata` from now on read it."""
-        self._agent.registerMem(self._registered(span), [self._backend])
+        """Let NIXL use some memory, and peers that hold :meth:`metadata` from now on read it.
+
+        Raises:
+            NotReadError: it cannot.
+        """
+        try:
+            self._agent.registerMem(self._registered(span), [self._backend])
+        except self._errors as error:
+            raise NotReadError(
+                "memory",
+                f"NIXL cannot register {span.size} bytes of {span.kind} ({error}); is the limit of locked "
+                "memory (ulimit -l) too low?",
+            ) from error
 
     def deregister(self, span: Span) -> None:
         with contextlib.suppress(*self._errors):
@@ -153,6 +164,11 @@ class Agent:
                         time.sleep(LOOK_S)
             finally:
                 self._agent.releaseXferReq(transfer)
+
+    def say(self, peer: str, notice: str) -> None:
+        """Tell a peer something, without waiting for it."""
+        with contextlib.suppress(*self._errors):
+            self._agent.genNotif(peer, notice, [self._backend])
 
     def notices(self) -> list[tuple[str, bytes]]:
         """What peers have sent since the last call: who, and what."""

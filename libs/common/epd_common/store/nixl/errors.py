@@ -6,9 +6,9 @@ from typing import Literal, get_args
 
 from epd_common.errors import EpdError
 
-Reason = Literal["gone", "late", "unknown", "incompatible", "refused", "stale"]
+Reason = Literal["gone", "late", "unknown", "incompatible", "refused", "stale", "memory"]
 """The peer's process or host is away; it did not answer in time; nothing is known of it; it has another
-version; the locator says what cannot be; other bytes lie there now."""
+version; the locator says what cannot be; other bytes lie there now; no memory could be registered here."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 

@@ -159,6 +159,7 @@ class Reader:
             raise
         finally:
             if not landed:
+                agent.say(name, notice(RELEASE, locator.generation))
                 self._landing.give_back(place)
 
     def _suspect(self, agent: str) -> None:

@@ -170,7 +170,11 @@ class NixlStore:
             if self._region is None:
                 region = await self._run(self._options.make_region, self._options.region_bytes)
                 span = region.span
-                await self._run(self._agent.register, span)
+                try:
+                    await self._run(self._agent.register, span)
+                except NotReadError as error:
+                    region.close()
+                    raise StoreFullError(error.message) from error
                 self._own = Peer(
                     agent=self._agent.name,
                     metadata=await self._run(self._agent.metadata, span),

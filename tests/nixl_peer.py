@@ -133,6 +133,7 @@ class PeerProcess:
     def end(self) -> None:
         with contextlib.suppress(OSError):
             self._pipe.send(None)
+            self.signal(signal.SIGCONT)
         self.process.join(5)
         self.process.kill()
         self.process.join()

@@ -157,6 +157,13 @@ def _stack_arguments(parser: argparse.ArgumentParser) -> None:
         help="encoder processes; with 0, PD processes encode as well",
     )
     parser.add_argument("--pds", type=_count, default=1, metavar="N", help="PD processes")
+    parser.add_argument(
+        "--store",
+        choices=("arena", "nixl", "redis"),
+        default="arena",
+        help="how embeddings come to PD processes: all share one arena, or each process is a node of its own "
+        "and reads them out of the encoder's memory (nixl) or from Valkey (redis)",
+    )
     parser.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     parser.add_argument("--redis", default="", metavar="URL", help="a Valkey that runs already")
 
@@ -192,6 +199,7 @@ def _options(arguments: argparse.Namespace, *, port: int) -> StackOptions:
         served_model=arguments.served_model or Path(model).name,
         encoders=arguments.encoders,
         pds=arguments.pds,
+        store=arguments.store,
         port=port,
         nats_url=arguments.nats,
         redis_url=arguments.redis,

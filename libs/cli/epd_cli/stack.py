@@ -28,6 +28,9 @@ from epd_common.tasks import end
 START_TIMEOUT_S = 600.0
 POLL_S = 0.1
 ARENA_ROOT = Path("/dev/shm")
+APART = {"nixl": "arena,nixl,redis", "redis": "arena,redis"}
+"""Ways of embeddings between nodes, and what ``EPD_STORES`` is for each."""
+
 _numbers = itertools.count(1)
 
 Report = Callable[["StackView"], None]
@@ -47,6 +50,8 @@ class StackOptions:
         model: Path or hub id.
         engine: ``vllm``, or ``sim``, which looks no model up.
         encoders: With 0, PD workers encode as well.
+        store: ``arena``: all workers share one, as on one node. ``nixl`` and ``redis``: each has a node and
+            an arena of its own, as on several machines, and embeddings go from one to the other by that.
         nats_url: A NATS that runs already; empty starts one.
         redis_url: A Valkey or Redis that runs already; empty starts one.
         environment: More ``EPD_*`` settings for all services.
@@ -57,6 +62,7 @@ class StackOptions:
     served_model: str = ""
     encoders: int = 1
     pds: int = 1
+    store: str = "arena"
     port: int = 8000
     nats_url: str = ""
     redis_url: str = ""
@@ -242,6 +248,8 @@ def _services(
         **({} if options.encoders else {"EPD_EC_ROLE": "ec_both"}),
         **options.environment,
     }
+    if options.store in APART:
+        common["EPD_STORES"] = APART[options.store]
     metrics = metrics_ports({**os.environ, **options.environment})
     names = [("gateway", "gateway-1")]
     names += [("encoder", f"encoder-{n}") for n in range(1, options.encoders + 1)]
@@ -254,12 +262,20 @@ def _services(
                 "EPD_NATS_URL": options.nats_url or brokers.nats.url_for(role),
                 "EPD_REDIS_URL": options.redis_url or brokers.redis.url_for(role),
                 **common,
+                **_place(options, role, name, arena),
                 **({} if role == "gateway" else next(metrics)),
             },
             logs / f"{name}.log",
         )
         for role, name in names
     ]
+
+
+def _place(options: StackOptions, role: str, name: str, arena: Path) -> dict[str, str]:
+    """A worker's node and arena, where it does not share those of all."""
+    if role == "gateway" or options.store not in APART:
+        return {}
+    return {"EPD_NODE": name, "EPD_ARENA_DIR": str(arena / name)}
 
 
 def metrics_ports(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from epd_common.protocol import Locator
@@ -20,11 +19,11 @@ from epd_common.store.embedding import (
 )
 from epd_common.store.nixl.agent import Agent
 from epd_common.store.nixl.errors import NotReadError
-from epd_common.store.nixl.landing import Landing
+from epd_common.store.nixl.landing import WINDOW_BYTES, Landing, Place
 from epd_common.store.nixl.peers import Peer
 
-PIECE_BYTES = 4 << 20
-"""Read at once; while one is read the one before is summed up."""
+PIECE_BYTES = WINDOW_BYTES
+"""Read at once, and summed up while it is in the processor's caches."""
 
 LEASE, RELEASE = "lease", "release"
 """Notices, followed by a slot's generation."""
@@ -69,10 +68,6 @@ class Reader:
         self._compat = compat
         self._timeout_s = timeout_s
         self._suspects: dict[str, float] = {}
-        self._sums = ThreadPoolExecutor(2, thread_name_prefix="nixl-sums")
-
-    def close(self) -> None:
-        self._sums.shutdown(cancel_futures=True)
 
     def refuse_suspect(self, agent: str) -> None:
         """See that a peer was not found to be away a moment ago.
@@ -117,37 +112,10 @@ class Reader:
         place = self._landing.take(locator.bytes, key=key)
         landed = False
         try:
-            slot = peer.span.part(locator.offset, locator.bytes)
-            lease = notice(LEASE, locator.generation)
-            agent.read(
-                name,
-                slot.part(0, HEADER_BYTES),
-                place.span.part(0, HEADER_BYTES),
-                until=until,
-                notice=lease,
-            )
-            header = _header(place.view, key, locator)
+            header = self._read_header(key, locator, peer, place, until)
             if not fits(header):
                 return None
-            summed = None
-            checksum = RunningChecksum()
-            for start in range(HEADER_BYTES, locator.bytes, PIECE_BYTES):
-                size = min(PIECE_BYTES, locator.bytes - start)
-                last = start + size == locator.bytes
-                agent.read(
-                    name,
-                    slot.part(start, size),
-                    place.span.part(start, size),
-                    until=until,
-                    notice=notice(RELEASE, locator.generation) if last else "",
-                )
-                if summed is not None:
-                    summed.result()
-                summed = self._sums.submit(checksum.update, place.view[start : start + size])
-            if summed is not None:
-                summed.result()
-            if checksum.hex() != header.checksum:
-                raise NotReadError("stale", f"what was read of {key} is not what its header says")
+            self._read_rows(header, locator, peer, place, until)
             landed = True
             self._landing.publish(place, header)
             return header
@@ -162,17 +130,49 @@ class Reader:
                 agent.say(name, notice(RELEASE, locator.generation))
                 self._landing.give_back(place)
 
+    def _read_header(
+        self, key: str, locator: Locator, peer: Peer, place: Place, until: float
+    ) -> EmbeddingHeader:
+        """The header of what lies there, which must be what was announced; the peer hears of a lease."""
+        source = peer.span.part(locator.offset, HEADER_BYTES)
+        lease = notice(LEASE, locator.generation)
+        target = place.target(0, HEADER_BYTES)
+        self._agent.read(locator.agent, source, target, until=until, notice=lease)
+        try:
+            header = unpack_header(bytes(place.took(0, HEADER_BYTES)))
+        except IntegrityError as error:
+            raise NotReadError("stale", f"no embedding lies there any more: {error}") from error
+        if header.key != key or header.file_bytes != locator.bytes:
+            raise NotReadError("stale", f"another embedding lies where {key} was")
+        return header
+
+    def _read_rows(
+        self,
+        header: EmbeddingHeader,
+        locator: Locator,
+        peer: Peer,
+        place: Place,
+        until: float,
+    ) -> None:
+        """The rest, verified; with the last piece the peer hears that the lease is over."""
+        checksum = RunningChecksum()
+        for start in range(HEADER_BYTES, locator.bytes, PIECE_BYTES):
+            size = min(PIECE_BYTES, locator.bytes - start)
+            last = start + size == locator.bytes
+            self._agent.read(
+                locator.agent,
+                peer.span.part(locator.offset + start, size),
+                place.target(start, size),
+                until=until,
+                notice=notice(RELEASE, locator.generation) if last else "",
+            )
+            checksum.update(place.took(start, size))
+        if checksum.hex() != header.checksum:
+            raise NotReadError(
+                "stale", f"what was read of {header.key} is not what its header says"
+            )
+
     def _suspect(self, agent: str) -> None:
         now = time.monotonic()
         self._suspects = {name: until for name, until in self._suspects.items() if until > now}
         self._suspects[agent] = now + SUSPECT_S
-
-
-def _header(view: memoryview, key: str, locator: Locator) -> EmbeddingHeader:
-    try:
-        header = unpack_header(bytes(view[:HEADER_BYTES]))
-    except IntegrityError as error:
-        raise NotReadError("stale", f"no embedding lies there any more: {error}") from error
-    if header.key != key or header.file_bytes != locator.bytes:
-        raise NotReadError("stale", f"another embedding lies where {key} was")
-    return header

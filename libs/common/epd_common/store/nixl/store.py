@@ -316,7 +316,6 @@ class NixlStore:
 
     def _close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
-        self._reader.close()
         self.landing.close()
         if self._region is not None:
             self._agent.deregister(self._region.span)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from epd_cli.brokers import Brokers, embedded_brokers
+from epd_cli.stack import StackOptions, run_stack
 from fake_engine import answer_text
-from service_stack import ServiceStack, Worker, bare_stack, eventually, picture, text_of
+from service_stack import (
+    BOUND_S,
+    CHAT,
+    ServiceStack,
+    Worker,
+    bare_stack,
+    eventually,
+    picture,
+    request_body,
+    text_of,
+)
 
 NIXL: dict[str, Any] = {"stores": ("arena", "nixl"), "nixl_bytes": 16 << 20}
 BOTH: dict[str, Any] = NIXL | {"stores": ("arena", "nixl", "redis")}
@@ -111,3 +125,42 @@ async def test_metrics_say_from_where_it_came(stack: ServiceStack) -> None:
     read = (await stack.counters(pd))["nixl_fetched_bytes"]
     written = (await stack.counters(stack.encoders[0]))["nixl_written_bytes"]
     assert read == written > 0
+
+
+@pytest.mark.slow
+async def test_an_encoder_that_is_killed_costs_no_second(tmp_path: Path) -> None:
+    """`epd up --store nixl`: real processes. What lay in the encoder's memory comes from Valkey."""
+    options = StackOptions(
+        model="sim",
+        engine="sim",
+        port=0,
+        store="nixl",
+        state_dir=tmp_path,
+        environment={"EPD_SIM_PROFILE": "instant"},
+    )
+    async with (
+        run_stack(options, lambda view: None) as running,
+        httpx.AsyncClient(base_url=running.gateway_url, timeout=BOUND_S) as http,
+    ):
+
+        async def ask(data: bytes) -> tuple[str, str, float]:
+            """The answer, from which store the picture's embedding came, and how long that took."""
+            body = request_body(running.models[0], "x", data, max_tokens=8)
+            response = await http.post(CHAT, json=body, headers={"x-epd-explain": "true"})
+            (item,) = json.loads(response.headers["x-epd-receipt"])["items"]
+            for path in (running.arena / "pd-1" / "data").iterdir():
+                path.unlink()  # so that it has to come once more
+            return text_of(response), item["store"], item["pinned_s"] - item["ready_s"]
+
+        data, other = picture((448, 448)), picture((448, 476))
+        first, store, _ = await ask(data)
+        assert store == "nixl"
+        again, store, _ = await ask(data)
+        assert (again, store) == (first, "nixl")
+        assert (await ask(other))[0] != first, "answers are made from what came"
+        (encoder,) = (each for each in running.services if each.role == "encoder")
+        encoder.signal(signal.SIGKILL)
+        await encoder.wait()
+        last, store, took = await ask(data)
+        assert (last, store) == (first, "redis")
+        assert took < 1

@@ -30,6 +30,7 @@ class Setup:
     engine: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     metrics: bool = False
+    store: str = "arena"
 
 
 LITTLE_MEMORY = ("--max-model-len", "1024", "--num-gpu-blocks-override", "10")
@@ -39,6 +40,7 @@ SETUPS = {
     "by prefix, little memory": Setup(
         pds=2, engine=LITTLE_MEMORY, environment={"EPD_PLACEMENT": "prefix"}
     ),
+    "nodes apart": Setup(store="nixl"),
     "little memory": Setup(engine=LITTLE_MEMORY),
     "both": Setup(encoders=0, metrics=True),
     "both, little memory": Setup(encoders=0, engine=LITTLE_MEMORY),
@@ -100,6 +102,7 @@ class Deployments:
             served_model=name,
             encoders=SETUPS[setup].encoders,
             pds=SETUPS[setup].pds,
+            store=SETUPS[setup].store,
             port=0,
             state_dir=self._folder / name,
             environment={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
 import secrets
 import signal
@@ -20,6 +21,7 @@ from redis.asyncio import Redis
 
 from epd_common.engines import EngineInfo
 from epd_common.protocol import Locator
+from epd_common.settings import SettingsError, load_settings
 from epd_common.store import (
     Arena,
     Embedding,
@@ -30,10 +32,13 @@ from epd_common.store import (
 )
 from epd_common.store.embedding import payload_checksum
 from epd_common.store.nixl import NixlStore
+from epd_common.store.nixl import agent as agent_module
 from epd_common.store.nixl import reader as reader_module
 from epd_common.store.nixl.agent import Agent
+from epd_common.store.nixl.errors import NixlMissingError, NotReadError
 from epd_common.store.nixl.memory import Span
 from epd_common.store.nixl.peers import PREFIX, pack_peer, unpack_peer
+from epd_encoder.settings import EncoderSettings
 from epd_pd.pins import Pins
 from nixl_peer import MB, PeerProcess, reading
 from service_stack import eventually
@@ -236,7 +241,16 @@ async def take(rig: Rig, given: Embedding, place: Locator) -> tuple[float, str]:
     return took, source
 
 
-async def test_a_dead_peer_costs_no_second_and_valkey_has_it(rig: Rig) -> None:
+async def test_a_dead_peer_costs_no_second_and_valkey_has_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, asked = Agent.connect, []
+
+    def watched(self: Agent, peer: str, metadata: bytes) -> None:
+        asked.append(peer)
+        connect(self, peer, metadata)
+
+    monkeypatch.setattr(Agent, "connect", watched)
     given, other = embedding(9 * MB), embedding(9 * MB)
     places = [await rig.peer.put(each) for each in (given, other)]
     for each in (given, other):
@@ -244,9 +258,10 @@ async def test_a_dead_peer_costs_no_second_and_valkey_has_it(rig: Rig) -> None:
     rig.peer.kill()
     took, source = await take(rig, given, places[0])
     assert source == "redis" and took < 1
-    took, source = await take(rig, other, places[1])  # nobody is asked that was away a moment ago
-    assert source == "redis" and took < 0.3
+    took, source = await take(rig, other, places[1])
+    assert source == "redis" and took < 1
     assert rig.failed() == {"gone": 2}
+    assert asked == [places[0].agent]
     assert rig.counters["redis_fetched_bytes"] == 18 * MB
 
 
@@ -305,6 +320,7 @@ async def test_what_comes_too_late_spoils_nothing(
     at_read(4, lambda: by_tcp.peer.signal(signal.SIGSTOP), monkeypatch)
     assert await by_tcp.bring(given.header.key, places[0]) is None
     assert by_tcp.failed() == {"late": 1}
+    assert len(by_tcp.nixl.landing._quarantine) == 1
     by_tcp.peer.signal(signal.SIGCONT)
     for each, place in zip((given, other), places, strict=True):
         assert await by_tcp.bring(each.header.key, place) == each.header
@@ -383,6 +399,22 @@ async def test_a_damaged_record_of_a_peer_is_refused(quiet_rig: Rig, cut: int) -
     await rig.redis.set(PREFIX + forged, true[:cut], ex=30)
     rig.counters.clear()
     wrong = msgspec.structs.replace(place, agent=forged)
+    assert await rig.bring(given.header.key, wrong) is None
+    assert rig.failed() == {"refused": 1}
+
+
+async def test_a_record_with_one_wrong_bit_is_refused(quiet_rig: Rig) -> None:
+    rig = quiet_rig
+    given = embedding(MB)
+    place = await rig.peer.put(given)
+    record = bytearray(await rig.redis.get(PREFIX + place.agent))  # type: ignore[arg-type]
+    wrong = msgspec.structs.replace(place, agent="wrong-bit")
+    at = record.index(b"MemSection")
+    record[at + 60] ^= 1
+    assert await rig.redis.set(PREFIX + wrong.agent, bytes(record), ex=30)
+    rig.counters.clear()
+    with pytest.raises(NotReadError, match="damaged"):
+        unpack_peer(bytes(record))
     assert await rig.bring(given.header.key, wrong) is None
     assert rig.failed() == {"refused": 1}
 
@@ -481,6 +513,41 @@ async def test_evicted_is_stale_and_can_be_put_again(
         assert await rig.bring(given.header.key, again) == given.header
 
 
+async def test_deleted_is_not_read_by_who_knows_where_it_was(quiet_rig: Rig) -> None:
+    rig = quiet_rig
+    given = embedding()
+    place = await rig.peer.put(given)
+    await rig.peer.ask("delete", given.header.key)
+    rig.counters.clear()
+    assert await rig.bring(given.header.key, place) is None
+    assert rig.failed() == {"stale": 1}
+
+
+async def test_where_all_is_being_read_an_encode_waits_for_a_while(
+    redis: Redis, folder: Path
+) -> None:
+    options = {"region_bytes": 2 * MB, "timeout_s": 0.2, "lease_s": 0.5}
+    async with reading(redis, folder, Counter(), **options) as (nixl, _):
+        first, second = embedding(), embedding()
+        await nixl.put(first)
+        slot = nixl.slots.find(first.header.key)
+        assert slot is not None
+
+        async def read_on() -> None:
+            while True:
+                nixl.slots.lease(slot.generation, "reader")
+                await asyncio.sleep(0.05)
+
+        reader = asyncio.create_task(read_on())
+        await asyncio.sleep(0)
+        with pytest.raises(StoreFullError, match="is being read"):
+            await nixl.put(second)
+        reader.cancel()
+        await nixl.put(second)
+        assert await nixl.contains(second.header.key)
+        assert not await nixl.contains(first.header.key)
+
+
 async def test_damaged_in_the_peer_is_found_by_both_sides(quiet_rig: Rig) -> None:
     rig = quiet_rig
     rig.counters.clear()
@@ -505,3 +572,30 @@ async def test_a_process_that_leaves_takes_its_record_and_its_files_along(
         assert await redis.exists(name)
     assert not await redis.exists(name)
     assert not arena.landing.exists()
+
+
+# -- setting it up -------------------------------------------------------------------------------
+
+
+async def test_without_the_package_a_worker_says_what_to_install(
+    redis: Redis, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(agent_module.importlib.metadata, "version", missing)
+    with pytest.raises(NixlMissingError, match=r"pip install 'epdflow\[nixl\]'"):
+        async with reading(redis, folder, Counter()):
+            pass
+
+
+def test_a_lease_must_outlast_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPD_MODEL", "m")
+    monkeypatch.setenv("EPD_STORES", "arena,nixl,redis")
+    assert load_settings(EncoderSettings).nixl_options().lease_s == 5.0
+    monkeypatch.setenv("EPD_NIXL_TIMEOUT_S", "6")
+    with pytest.raises(SettingsError, match="EPD_NIXL_LEASE_S=5 must be more than"):
+        load_settings(EncoderSettings)
+    monkeypatch.setenv("EPD_STORES", "nixls")
+    with pytest.raises(SettingsError, match="list of arena, nixl, redis"):
+        load_settings(EncoderSettings)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
+import importlib
 import mmap
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 MemoryKind = Literal["DRAM", "VRAM"]
 """NIXL's names; VRAM is a GPU's."""
@@ -34,7 +34,7 @@ class Region(Protocol):
     def write(self, offset: int, part: bytes | memoryview) -> None:
         """Copy bytes into it."""
 
-    def read(self, offset: int, size: int) -> bytearray:
+    def read(self, offset: int, size: int) -> memoryview:
         """A copy of what lies there."""
 
     def close(self) -> None:
@@ -45,31 +45,20 @@ class HostRegion:
     """New memory of this process. It takes real memory as it is used, a huge page at a time where it can."""
 
     def __init__(self, size: int) -> None:
+        # It comes with NIXL. Its copies leave the interpreter to other threads, those of memoryviews do not.
+        self._numpy: Any = importlib.import_module("numpy")
         self._map = mmap.mmap(-1, size)
         self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._view = memoryview(self._map)
-        self.span = Span(address_of(self._map), size)
-
-    @classmethod
-    def of(cls, size: int) -> Self:
-        return cls(size)
+        self._bytes: Any = self._numpy.frombuffer(self._map, self._numpy.uint8)
+        self.span = Span(int(self._bytes.ctypes.data), size)
 
     def write(self, offset: int, part: bytes | memoryview) -> None:
-        view = memoryview(part).cast("B")
-        self._view[offset : offset + view.nbytes] = view
+        given = self._numpy.frombuffer(part, self._numpy.uint8)
+        self._numpy.copyto(self._bytes[offset : offset + given.nbytes], given)
 
-    def read(self, offset: int, size: int) -> bytearray:
-        return bytearray(self._view[offset : offset + size])
+    def read(self, offset: int, size: int) -> memoryview:
+        return memoryview(self._bytes[offset : offset + size].copy())
 
     def close(self) -> None:
-        self._view.release()
+        del self._bytes  # or the mapping stays
         self._map.close()
-
-
-def address_of(mapped: mmap.mmap) -> int:
-    """Where a mapping lies; it must be kept open by whoever uses the address."""
-    first = ctypes.c_char.from_buffer(mapped)
-    try:
-        return ctypes.addressof(first)
-    finally:
-        del first  # it would keep the mapping from being closed

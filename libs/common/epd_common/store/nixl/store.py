@@ -360,7 +360,7 @@ def _write(region: Region, slot: Slot, embedding: Embedding) -> None:
 
 
 def _read(region: Region, slot: Slot) -> Embedding:
-    copy = memoryview(region.read(slot.offset, slot.size))
+    copy = region.read(slot.offset, slot.size)
     embedding = Embedding(unpack_header(copy), copy[HEADER_BYTES:])
     embedding.verify()
     return embedding

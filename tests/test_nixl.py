@@ -135,11 +135,11 @@ async def by_tcp(
 
 @pytest.fixture(scope="module")
 async def quiet_rig(redis_url: str) -> AsyncIterator[Rig]:
-    """For what leaves the peer as it is."""
+    """For what leaves the peer as it is; a lease ends there by a reader's word alone."""
     with tempfile.TemporaryDirectory(prefix="epd-test-", dir="/dev/shm") as made:
         async with (
             open_redis(redis_url) as redis,
-            PeerProcess(redis_url, Path(made) / "theirs") as peer,
+            PeerProcess(redis_url, Path(made) / "theirs", lease_s=60.0) as peer,
             reading(redis, Path(made) / "ours", Counter()) as (nixl, arena),
         ):
             yield Rig(redis, redis_url, peer, nixl, arena)
@@ -321,6 +321,7 @@ async def test_what_comes_too_late_spoils_nothing(
     assert await by_tcp.bring(given.header.key, places[0]) is None
     assert by_tcp.failed() == {"late": 1}
     assert len(by_tcp.nixl.landing._quarantine) == 1
+    assert not by_tcp.nixl._agent._connected
     by_tcp.peer.signal(signal.SIGCONT)
     for each, place in zip((given, other), places, strict=True):
         assert await by_tcp.bring(each.header.key, place) == each.header

@@ -24,6 +24,7 @@ from epd_common.errors import EpdError
 from epd_common.store.arena import Arena
 from epd_common.store.embedding import EmbeddingHeader
 from epd_common.store.nixl.agent import Agent
+from epd_common.store.nixl.errors import NotReadError
 from epd_common.store.nixl.memory import Span
 from epd_common.store.room import free_bytes, whole_file
 
@@ -280,8 +281,8 @@ def _map(descriptor: int, size: int) -> int:
         None, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, descriptor, 0
     )
     if address is None or address == ctypes.c_void_p(-1).value:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        reason = os.strerror(ctypes.get_errno())
+        raise NotReadError("memory", f"no {size} bytes could be mapped: {reason}")
     return address
 
 

@@ -23,12 +23,13 @@ ANSWER_S = 30.0
 
 
 def options(**changes: Any) -> NixlOptions:
+    """With time enough for a machine that has other work, where it is not the time that is tested."""
     given = {
         "node": "n",
         "region_bytes": 64 * MB,
         "ready_bytes": 32 * MB,
-        "timeout_s": 0.8,
-        "lease_s": 5.0,
+        "timeout_s": 5.0,
+        "lease_s": 10.0,
     }
     return NixlOptions(**given | changes)
 
@@ -163,7 +164,7 @@ async def _serve(orders: Connection, redis_url: str, root: Path, changes: dict[s
 def _next(orders: Connection) -> Any:
     try:
         return orders.recv()
-    except EOFError:
+    except (EOFError, OSError):
         return None
 
 

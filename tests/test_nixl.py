@@ -115,7 +115,7 @@ class Rig:
 async def rig(redis: Redis, redis_url: str, folder: Path) -> AsyncIterator[Rig]:
     async with (
         PeerProcess(redis_url, folder / "theirs") as peer,
-        reading(redis, folder / "ours", Counter()) as (nixl, arena),
+        reading(redis, folder / "ours", Counter(), timeout_s=0.8) as (nixl, arena),
     ):
         yield Rig(redis, redis_url, peer, nixl, arena)
 
@@ -128,7 +128,7 @@ async def by_tcp(
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     async with (
         PeerProcess(redis_url, folder / "theirs", region_bytes=256 * MB) as peer,
-        reading(redis, folder / "ours", Counter()) as (nixl, arena),
+        reading(redis, folder / "ours", Counter(), timeout_s=0.8) as (nixl, arena),
     ):
         yield Rig(redis, redis_url, peer, nixl, arena)
 

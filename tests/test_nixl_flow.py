@@ -26,7 +26,12 @@ from service_stack import (
     text_of,
 )
 
-NIXL: dict[str, Any] = {"stores": ("arena", "nixl"), "nixl_bytes": 16 << 20}
+NIXL: dict[str, Any] = {
+    "stores": ("arena", "nixl"),
+    "nixl_bytes": 16 << 20,
+    "nixl_timeout_s": 5.0,  # a machine may have other work
+    "nixl_lease_s": 10.0,
+}
 BOTH: dict[str, Any] = NIXL | {"stores": ("arena", "nixl", "redis")}
 
 

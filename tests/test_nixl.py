@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
+import os
 import secrets
 import signal
 import tempfile
@@ -573,6 +574,18 @@ async def test_a_process_that_leaves_takes_its_record_and_its_files_along(
         assert await redis.exists(name)
     assert not await redis.exists(name)
     assert not arena.landing.exists()
+
+
+def test_what_a_dead_worker_was_reading_is_swept(folder: Path) -> None:
+    dead, other = (Arena(folder, quota_bytes=MB, worker=name) for name in ("dead", "other"))
+    dead.open()
+    dead.landing.mkdir(parents=True)
+    (dead.landing / "1").write_bytes(b"x")
+    assert dead._ownership is not None
+    os.close(dead._ownership)  # its lock goes with a process
+    other.open()
+    assert not dead.landing.exists()
+    other.close()
 
 
 # -- setting it up -------------------------------------------------------------------------------

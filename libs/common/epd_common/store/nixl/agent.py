@@ -133,14 +133,11 @@ class Agent:
             self._connected.discard(peer)
             self._agent.invalidateRemoteMD(peer)
 
-    def read(
-        self, peer: str, source: Span, target: Span, *, until: float, notice: str = ""
-    ) -> None:
+    def read(self, peer: str, source: Span, target: Span, *, until: float) -> None:
         """Copy from a peer's memory into registered memory of this process.
 
         Args:
             until: By the monotonic clock.
-            notice: The peer gets it once all has been read.
 
         Raises:
             NotReadError: the peer is gone, or was too slow: then something may still come into ``target``.
@@ -155,7 +152,7 @@ class Agent:
                 nixl.NIXL_READ, ours, theirs, peer, "", [self._backend]
             )
             try:
-                state = self._agent.postXferReq(transfer, notice)
+                state = self._agent.postXferReq(transfer, "")
                 while state == nixl.NIXL_IN_PROG:
                     if time.monotonic() > until:
                         raise NotReadError("late", f"peer {peer} did not answer in time")
@@ -166,7 +163,7 @@ class Agent:
                 self._agent.releaseXferReq(transfer)
 
     def say(self, peer: str, notice: str) -> None:
-        """Tell a peer something, without waiting for it."""
+        """Tell a peer something, without waiting for it, as a read with a notice does."""
         with contextlib.suppress(*self._errors):
             self._agent.genNotif(peer, notice, [self._backend])
 

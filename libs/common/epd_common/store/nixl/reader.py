@@ -110,34 +110,37 @@ class Reader:
         agent, name = self._agent, locator.agent
         agent.connect(name, peer.metadata)
         place = self._landing.take(locator.bytes, key=key)
-        landed = False
         try:
-            header = self._read_header(key, locator, peer, place, until)
-            if not fits(header):
-                return None
-            self._read_rows(header, locator, peer, place, until)
-            landed = True
-            self._landing.publish(place, header)
-            return header
+            agent.say(name, notice(LEASE, locator.generation))
+            try:
+                header = self._read_header(key, locator, peer, place, until)
+                fitting = fits(header)
+                if fitting:
+                    self._read_rows(header, locator, peer, place, until)
+            finally:
+                agent.say(name, notice(RELEASE, locator.generation))
         except NotReadError as error:
             if error.reason in ("gone", "late"):
                 agent.forget(name)  # then nothing new is begun; what was may still come
                 self._landing.quarantine(place)
-                landed = True
-            raise
-        finally:
-            if not landed:
-                agent.say(name, notice(RELEASE, locator.generation))
+            else:
                 self._landing.give_back(place)
+            raise
+        except BaseException:
+            self._landing.give_back(place)
+            raise
+        if not fitting:
+            self._landing.give_back(place)
+            return None
+        self._landing.publish(place, header)
+        return header
 
     def _read_header(
         self, key: str, locator: Locator, peer: Peer, place: Place, until: float
     ) -> EmbeddingHeader:
-        """The header of what lies there, which must be what was announced; the peer hears of a lease."""
+        """The header of what lies there, which must be what was announced."""
         source = peer.span.part(locator.offset, HEADER_BYTES)
-        lease = notice(LEASE, locator.generation)
-        target = place.target(0, HEADER_BYTES)
-        self._agent.read(locator.agent, source, target, until=until, notice=lease)
+        self._agent.read(locator.agent, source, place.target(0, HEADER_BYTES), until=until)
         try:
             header = unpack_header(bytes(place.took(0, HEADER_BYTES)))
         except IntegrityError as error:
@@ -154,18 +157,12 @@ class Reader:
         place: Place,
         until: float,
     ) -> None:
-        """The rest, verified; with the last piece the peer hears that the lease is over."""
+        """The rest, verified."""
         checksum = RunningChecksum()
         for start in range(HEADER_BYTES, locator.bytes, PIECE_BYTES):
             size = min(PIECE_BYTES, locator.bytes - start)
-            last = start + size == locator.bytes
-            self._agent.read(
-                locator.agent,
-                peer.span.part(locator.offset + start, size),
-                place.target(start, size),
-                until=until,
-                notice=notice(RELEASE, locator.generation) if last else "",
-            )
+            source = peer.span.part(locator.offset + start, size)
+            self._agent.read(locator.agent, source, place.target(start, size), until=until)
             checksum.update(place.took(start, size))
         if checksum.hex() != header.checksum:
             raise NotReadError(

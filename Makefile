@@ -10,7 +10,8 @@ help: ## list the verbs
 setup: ## make .venv with everything for demo and tests
 	@$(PYTHON) scripts/setup.py --profile dev
 
-demo: setup ## start all stages on this machine and ask the small model about pictures
+demo: ## start all stages on this machine and ask the small model about pictures
+	@$(PYTHON) scripts/setup.py --profile full
 	$(BIN)/epd demo
 
 check: setup ## lint, types, import walls and the fast tests; under 2 minutes

@@ -1,4 +1,4 @@
-"""What moving an embedding costs: arena and Valkey beside a plain copy of the same bytes in memory.
+"""What moving an embedding costs: arena, NIXL and Valkey beside a plain copy of the same bytes in memory.
 
     python -m bench.store [--sizes 1,8,28,67] [--concurrency 1,8] [--seconds 8] [--json FILE]
 
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.store_ways import MEMCPY, ROW_BYTES, WAYS, serve
+from bench.store_ways import MEMCPY, ROW_BYTES, WAYS, keep, serve
 from epd_bench.result import now, this_machine
 from epd_cli.brokers import embedded_brokers
 
@@ -96,6 +96,23 @@ def _cell(row: Row) -> str:
 
 
 @contextlib.contextmanager
+def keeper(root: Path, urls: Mapping[str, str]) -> Iterator[Any]:
+    """A process that keeps embeddings in its memory; the end of its pipe."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=keep, args=(theirs, root, urls), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield ours
+        ours.send(None)
+        child.join(ANSWER_S)
+    finally:
+        child.kill()
+        child.join()
+
+
+@contextlib.contextmanager
 def processes(count: int, root: Path, urls: Mapping[str, str]) -> Iterator[list[Any]]:
     """So many processes that take orders; the ends of their pipes."""
     context = multiprocessing.get_context("spawn")
@@ -123,16 +140,22 @@ def processes(count: int, root: Path, urls: Mapping[str, str]) -> Iterator[list[
 
 
 def measure(
-    pipes: Sequence[Any], size: int, ways: Sequence[str], seconds: float
+    pipes: Sequence[Any], kept: Any, size: int, ways: Sequence[str], seconds: float
 ) -> dict[str, list[float]]:
-    """Seconds of each round, by way; the first round warms up and does not count."""
+    """Seconds of each round, by way; the first round warms up and does not count.
+
+    Args:
+        kept: The pipe of the keeper, which gets an embedding of that size.
+    """
+    kept.send(size)
+    place = _answer(kept)
     times: dict[str, list[float]] = {way: [] for way in ways}
     ends = time.monotonic() + seconds
     number = 0
     while number <= LEAST_ROUNDS or time.monotonic() < ends:
         for way in ways:
             for pipe in pipes:
-                pipe.send((way, size))
+                pipe.send((way, size, place))
             spans = [_answer(pipe) for pipe in pipes]
             if number:
                 times[way].append(max(end for _, end in spans) - min(begin for begin, _ in spans))
@@ -140,11 +163,10 @@ def measure(
     return times
 
 
-def _answer(pipe: Any) -> tuple[float, float]:
+def _answer(pipe: Any) -> Any:
     if not pipe.poll(ANSWER_S):
         raise TimeoutError(f"a process did not answer within {ANSWER_S:.0f} s")
-    begin, end = pipe.recv()
-    return begin, end
+    return pipe.recv()
 
 
 def run(sizes: Sequence[int], concurrencies: Sequence[int], seconds: float, urls: Any) -> list[Row]:
@@ -153,10 +175,11 @@ def run(sizes: Sequence[int], concurrencies: Sequence[int], seconds: float, urls
     for count in concurrencies:
         with (
             tempfile.TemporaryDirectory(prefix="epd-bench-", dir="/dev/shm") as root,
-            processes(count, Path(root), urls) as pipes,
+            keeper(Path(root) / "far", urls) as kept,
+            processes(count, Path(root) / "near", urls) as pipes,
         ):
             for size in sizes:
-                rows += rows_of(size, count, measure(pipes, size, WAYS, seconds))
+                rows += rows_of(size, count, measure(pipes, kept, size, WAYS, seconds))
                 print(f"  {size // 10**6} MB x {count}: {rows[-1].rounds} rounds", file=sys.stderr)
     return rows
 

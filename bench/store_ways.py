@@ -5,9 +5,12 @@ A way's first part makes the state that it needs and is not timed; the second is
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
@@ -18,10 +21,12 @@ import msgspec
 import redis
 import uvloop
 
+from epd_common.protocol import Locator
 from epd_common.store import Arena, Embedding, EmbeddingHeader, RedisEmbeddingStore, open_redis
 from epd_common.store.arena import map_embedding
 from epd_common.store.bulk_reader import BulkReader, Values
 from epd_common.store.embedding import pack_header, payload_checksum
+from epd_common.store.nixl import NixlOptions, NixlStore, open_nixl
 from epd_common.store.redis_store import CHUNK_BYTES
 from epd_common.store.room import write_whole
 
@@ -31,6 +36,7 @@ ROW_BYTES = 7168
 QUOTA_BYTES = 4 << 30
 TTL_S = 600
 LINKS = ("unix", "tcp")
+READY_LOOKS, READY_LOOK_S = 100, 0.01
 
 MEMCPY = "memcpy, into memory used before"
 ARENA = {
@@ -47,11 +53,22 @@ VALKEY = {
     "GET": "redis-py's GET, blocking",
     "aGET": "redis-py's GET, asyncio",
 }
+NIXL = {
+    "ready": "NIXL: bring into the arena, verified",
+    "new": "NIXL: the same where no file is ready",
+}
 WAYS = (
     MEMCPY,
     *ARENA.values(),
+    *NIXL.values(),
     *(f"Valkey, {link}: {way}" for link in LINKS for way in VALKEY.values()),
 )
+
+NIXL_BYTES = 512 << 20
+NIXL_TIMEOUT_S = 5.0
+
+Place = tuple[str, Locator]
+"""An embedding's key, and where it lies in the memory of the process that keeps it."""
 
 Step = Callable[[], Awaitable[object] | object]
 Way = tuple[Step, Step]
@@ -60,7 +77,7 @@ Way = tuple[Step, Step]
 def serve(
     orders: Connection, together: Barrier, root: Path, worker: str, urls: Mapping[str, str]
 ) -> None:
-    """A process's main function: takes (way, bytes), answers with begin and end, until told None."""
+    """A process's main function: takes (way, bytes, place), answers with begin and end, until told None."""
     uvloop.run(_serve(orders, together, root, worker, urls))
 
 
@@ -70,12 +87,21 @@ async def _serve(
     arena = Arena(root, quota_bytes=QUOTA_BYTES, worker=worker)
     arena.open()
     ways: dict[int, dict[str, Way]] = {}
-    async with open_redis(urls["unix"]) as unix, open_redis(urls["tcp"]) as tcp:
+    async with (
+        open_redis(urls["unix"]) as unix,
+        open_redis(urls["tcp"]) as tcp,
+        _nixl(unix, arena, worker, NIXL_BYTES) as ready,
+        _nixl(unix, arena, worker, 0) as new,
+    ):
         clients = {"unix": unix, "tcp": tcp}
         while (order := orders.recv()) is not None:
-            name, size = order
+            name, size, place = order
             if size not in ways:
                 ways = {size: await _ways(arena, clients, urls, size)}
+                ways[size] |= {
+                    NIXL["ready"]: _nixl_way(arena, ready, place, size),
+                    NIXL["new"]: _nixl_way(arena, new, place, 0),
+                }
             prepare, act = ways[size][name]
             await _run(prepare)
             together.wait()
@@ -83,6 +109,53 @@ async def _serve(
             await _run(act)
             orders.send((began, time.monotonic()))
     arena.close()
+
+
+def keep(orders: Connection, root: Path, urls: Mapping[str, str]) -> None:
+    """The main function of a process that keeps embeddings in its memory: takes bytes, answers with where one
+    of so many lies, until told None."""
+    uvloop.run(_keep(orders, root, urls))
+
+
+async def _keep(orders: Connection, root: Path, urls: Mapping[str, str]) -> None:
+    arena = Arena(root, quota_bytes=QUOTA_BYTES, worker="keeper")
+    arena.open()
+    async with open_redis(urls["unix"]) as redis, _nixl(redis, arena, "keeper", 0) as store:
+        # In a thread, as the store renews its record meanwhile.
+        while (size := await asyncio.to_thread(orders.recv)) is not None:
+            given = _embedding(size)
+            await store.put(given)
+            orders.send((given.header.key, store.locator(given.header.key)))
+    arena.close()
+
+
+def _nixl(
+    redis: Any, arena: Arena, worker: str, ready_bytes: int
+) -> contextlib.AbstractAsyncContextManager[NixlStore]:
+    options = NixlOptions(
+        node=worker,
+        region_bytes=NIXL_BYTES,
+        ready_bytes=ready_bytes,
+        timeout_s=NIXL_TIMEOUT_S,
+        lease_s=2 * NIXL_TIMEOUT_S,
+    )
+    return open_nixl(redis, arena, options, worker=worker, counters=Counter())
+
+
+def _nixl_way(arena: Arena, store: NixlStore, place: Place, ready_bytes: int) -> Way:
+    key, locator = place
+
+    async def cleared() -> None:
+        await arena.delete(key)
+        for _ in range(READY_LOOKS):  # none is ready before the first
+            if store.landing.ready_bytes >= ready_bytes:
+                break
+            await asyncio.sleep(READY_LOOK_S)
+
+    async def bring() -> None:
+        _found(await store.bring(key, [locator], arena, lambda _: True))
+
+    return cleared, bring
 
 
 async def _run(step: Step) -> None:
@@ -153,7 +226,7 @@ async def _valkey_ways(arena: Arena, client: Any, url: str, given: Embedding) ->
         await arena.delete(key)
 
     async def bring() -> None:
-        _found(await store.bring(key, arena, lambda _: True))
+        _found(await store.bring(key, (), arena, lambda _: True))
 
     async def get() -> None:
         _found(await store.get(key))

@@ -204,7 +204,7 @@ async def _comes_whole(client: Redis, given: Embedding, folder: Path) -> None:
     store = RedisEmbeddingStore(client, ttl_s=TTL_S)
     arena = Arena(folder / "arena", quota_bytes=1 << 26, worker="w")
     arena.open()
-    assert await store.bring(given.header.key, arena, lambda _: True) == given.header
+    assert await store.bring(given.header.key, (), arena, lambda _: True) == given.header
     found = await arena.get(given.header.key)
     assert found is not None and bytes(found.payload) == bytes(given.payload)
     arena.close()

@@ -7,7 +7,9 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,12 +42,14 @@ from epd_common.store.embedding import (
 )
 from epd_common.store.redis_client import MAX_CONNECTIONS
 from epd_common.store.redis_store import CHUNK_BYTES
+from nixl_peer import Distant, PeerProcess, reading
 from service_stack import eventually
 
 WIDTH = 256
 ROW_BYTES = 2 * WIDTH
 KB, MB = 1024, 1024 * 1024
 QUOTA = 64 * MB
+SHM = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path("/tmp")
 TTL_S = 30
 
 
@@ -82,8 +86,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 @pytest.fixture
 def root() -> Iterator[Path]:
     """A folder on tmpfs, as in production: hard links and times behave as there."""
-    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path("/tmp")
-    folder = base / f"epd-test-{secrets.token_hex(6)}"
+    folder = SHM / f"epd-test-{secrets.token_hex(6)}"
     folder.mkdir()
     yield folder
     subprocess.run(["rm", "-rf", str(folder)], check=True)
@@ -102,11 +105,29 @@ def arena(root: Path) -> Iterator[Arena]:
 Damage = Callable[[str], Any]
 
 
-@pytest.fixture(params=["arena", "redis"])
-async def store(request: pytest.FixtureRequest, redis: Redis, arena: Arena) -> EmbeddingStore:
-    if request.param == "arena":
-        return arena
-    return RedisEmbeddingStore(redis, ttl_s=TTL_S)
+@pytest.fixture(scope="module")
+async def distant(redis_url: str) -> AsyncIterator[Distant]:
+    """What another process keeps in its memory."""
+    with tempfile.TemporaryDirectory(prefix="epd-test-", dir=SHM) as folder:
+        ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
+        async with (
+            open_redis(redis_url) as redis,
+            PeerProcess(redis_url, theirs) as peer,
+            reading(redis, ours, Counter()) as (nixl, arena),
+        ):
+            yield Distant(peer, nixl, arena)
+
+
+@pytest.fixture(params=["arena", "redis", "nixl"])
+async def store(
+    request: pytest.FixtureRequest, redis: Redis, arena: Arena, distant: Distant
+) -> EmbeddingStore:
+    made: dict[str, EmbeddingStore] = {
+        "arena": arena,
+        "redis": RedisEmbeddingStore(redis, ttl_s=TTL_S),
+        "nixl": distant,
+    }
+    return made[request.param]
 
 
 @pytest.fixture
@@ -122,6 +143,8 @@ def damage(store: EmbeddingStore, redis: Redis, root: Path) -> Damage:
         data[HEADER_BYTES + 100] ^= 0x55
         path.write_bytes(data)
 
+    if isinstance(store, Distant):
+        return store.damage
     return in_redis if store.name == "redis" else in_arena
 
 
@@ -633,14 +656,14 @@ async def test_bringing_is_verified_and_leaves_all_or_nothing(
     store = RedisEmbeddingStore(redis, ttl_s=TTL_S)
     given = embedding(9 * MB)
     key = given.header.key
-    assert await store.bring(key, arena, lambda _: True) is None
+    assert await store.bring(key, (), arena, lambda _: True) is None
     await store.put(given)
-    assert await store.bring(key, arena, lambda _: True) == given.header
+    assert await store.bring(key, (), arena, lambda _: True) == given.header
     assert same(await arena.get(key), given)
     assert await store.contains(key), "it is a copy"
     await arena.delete(key)
     await redis.setrange(f"epd:v1:emb:{key}:2", 100, b"\xaa\x55\xaa\x55")  # of the last part
-    assert await store.bring(key, arena, lambda _: True) is None
+    assert await store.bring(key, (), arena, lambda _: True) is None
     assert not await arena.contains(key) and list(arena.staging.iterdir()) == []
     assert not await store.contains(key), "who makes it again can put it"
     await store.aclose()
@@ -651,7 +674,7 @@ async def test_what_does_not_fit_is_not_brought_but_deleted(redis: Redis, arena:
     given = embedding()
     await store.put(given)
     asked: list[EmbeddingHeader] = []
-    assert await store.bring(given.header.key, arena, asked.append) is None  # type: ignore[arg-type]
+    assert await store.bring(given.header.key, (), arena, asked.append) is None  # type: ignore[arg-type]
     assert asked == [given.header]
     assert not await arena.contains(given.header.key)
     assert not await store.contains(given.header.key)
@@ -667,7 +690,7 @@ async def test_a_full_arena_says_so_and_the_store_keeps_what_it_has(
     assert arena.pin(pinned.header.key)
     await store.put(given)
     with pytest.raises(ArenaFullError):
-        await store.bring(given.header.key, arena, lambda _: True)
+        await store.bring(given.header.key, (), arena, lambda _: True)
     assert list(arena.staging.iterdir()) == []
     assert same(await store.get(given.header.key), given)
     await store.delete(given.header.key)

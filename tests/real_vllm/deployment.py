@@ -33,6 +33,7 @@ class Setup:
     engine: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     metrics: bool = False
+    store: str = "arena"
 
 
 LITTLE_MEMORY = ("--max-model-len", "1024", "--num-gpu-blocks-override", "10")
@@ -49,6 +50,7 @@ SETUPS = {
         environment={"EPD_SPLIT_TOKENS": "0", "EPD_KV_LEASE_S": str(KV_LEASE_S)},
         metrics=True,
     ),
+    "nodes apart": Setup(store="nixl"),
     "little memory": Setup(engine=LITTLE_MEMORY),
     "both": Setup(encoders=0, metrics=True),
     "both, little memory": Setup(encoders=0, engine=LITTLE_MEMORY),
@@ -112,6 +114,7 @@ class Deployments:
             pds=SETUPS[setup].pds,
             prefills=SETUPS[setup].prefills,
             decodes=SETUPS[setup].decodes,
+            store=SETUPS[setup].store,
             port=0,
             state_dir=self._folder / name,
             environment={

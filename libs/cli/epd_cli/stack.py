@@ -30,6 +30,9 @@ START_TIMEOUT_S = 600.0
 POLL_S = 0.1
 ARENA_ROOT = Path("/dev/shm")
 PD_ROLES = get_args(PdRole)
+APART = {"nixl": "arena,nixl,redis", "redis": "arena,redis"}
+"""Ways of embeddings between nodes, and what ``EPD_STORES`` is for each."""
+
 _numbers = itertools.count(1)
 
 Report = Callable[["StackView"], None]
@@ -50,6 +53,8 @@ class StackOptions:
         engine: ``vllm``, or ``sim``, which looks no model up.
         encoders: With 0, PD workers encode as well.
         prefills: PD workers that hand their prompts over, to so many ``decodes``.
+        store: ``arena``: all workers share one, as on one node. ``nixl`` and ``redis``: each has a node and
+            an arena of its own, as on several machines, and embeddings go from one to the other by that.
         nats_url: A NATS that runs already; empty starts one.
         redis_url: A Valkey or Redis that runs already; empty starts one.
         environment: More ``EPD_*`` settings for all services.
@@ -62,6 +67,7 @@ class StackOptions:
     pds: int = 1
     prefills: int = 0
     decodes: int = 0
+    store: str = "arena"
     port: int = 8000
     nats_url: str = ""
     redis_url: str = ""
@@ -247,6 +253,8 @@ def _services(
         **({} if options.encoders else {"EPD_EC_ROLE": "ec_both"}),
         **options.environment,
     }
+    if options.store in APART:
+        common["EPD_STORES"] = APART[options.store]
     metrics = metrics_ports({**os.environ, **options.environment})
     counts = (
         ("gateway", 1),
@@ -267,10 +275,18 @@ def _services(
                 "EPD_NATS_URL": options.nats_url or brokers.nats.url_for(role),
                 "EPD_REDIS_URL": options.redis_url or brokers.redis.url_for(role),
                 **common,
+                **_place(options, role, name, arena),
                 **own,
             }
             services.append(ServiceProcess(role, name, environment, logs / f"{name}.log"))
     return services
+
+
+def _place(options: StackOptions, role: str, name: str, arena: Path) -> dict[str, str]:
+    """A worker's node and arena, where it does not share those of all."""
+    if role == "gateway" or options.store not in APART:
+        return {}
+    return {"EPD_NODE": name, "EPD_ARENA_DIR": str(arena / name)}
 
 
 def metrics_ports(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:

@@ -31,6 +31,8 @@ _ROOM = (
     "(~epd:v1:emb:* +unlink)",
 )
 
+_NIXL = "(~epd:v1:nixl:* +get +set +del)"
+
 VALKEY_ROLES: dict[str, tuple[str, ...]] = {
     "gateway": (
         _SCRIPTS,
@@ -50,6 +52,7 @@ VALKEY_ROLES: dict[str, tuple[str, ...]] = {
         "(%R~epd:v1:media:* +get)",
         "(~epd:v1:emb:* +get +set +expire)",
         *_ROOM,
+        _NIXL,
         "(~epd:v1:begun:* +incrby +decrby +get +del +expire)",
     ),
     "pd": (
@@ -61,6 +64,7 @@ VALKEY_ROLES: dict[str, tuple[str, ...]] = {
         "(%R~epd:v1:body:* +get)",
         "(~epd:v1:emb:* +get +getex +set +expire +del)",
         *_ROOM,
+        _NIXL,
         "(~epd:v1:begun:* +incrby +decrby +get +del +expire)",
         "(~epd:v1:sizes:* +hmget +hlen +hset +expire)",
         "(~epd:v1:cancelled:* +set +exists)",

@@ -29,6 +29,7 @@ from epd_common.store import (
     Suspects,
 )
 from epd_common.store.arena import sweeping
+from epd_common.store.nixl import open_nixl
 from epd_common.store.room import check_size
 from epd_common.telemetry.exposition import serving_metrics
 from epd_common.telemetry.traces import Tracer, open_tracer
@@ -58,10 +59,9 @@ class Connections:
             info=info,
             arena=self.arena,
             remote=self.remote,
-            locators=[
-                Locator(store=name, node=self.settings.node if name == "arena" else "")
-                for name in self.settings.stores
-            ],
+            here=Locator(store=self.arena.name, node=self.settings.node)
+            if self.arena.name in self.settings.stores
+            else None,
             media=self.media,
             states=self.states,
             suspects=Suspects(self.redis),
@@ -151,16 +151,11 @@ async def connect(
         Worker(bus, settings, arena, role=role, slots=slots, metrics=metrics, pd_role=pd_role)
     )
     worker.shows("arena", arena.report)
-    remote: list[RemoteStore] = []
-    if "redis" in settings.stores:
-        store = RedisEmbeddingStore(
-            redis,
-            ttl_s=settings.embedding_ttl_s,
-            bound_bytes=settings.redis_embedding_bytes,
-            counters=worker.counters,
-        )
-        stack.push_async_callback(store.aclose)
-        remote.append(store)
+    remote = [
+        await _open_remote(stack, settings, name, redis, arena, worker)
+        for name in settings.stores
+        if name != arena.name
+    ]
     return Connections(
         settings=settings,
         bus=bus,
@@ -174,6 +169,37 @@ async def connect(
         remote=remote,
         tracer=tracer,
     )
+
+
+async def _open_remote(
+    stack: AsyncExitStack,
+    settings: WorkerSettings,
+    name: str,
+    redis: Redis,
+    arena: Arena,
+    worker: Worker,
+) -> RemoteStore:
+    if name == "nixl":
+        nixl = await stack.enter_async_context(
+            open_nixl(
+                redis,
+                arena,
+                settings.nixl_options(),
+                worker=settings.worker_id,
+                counters=worker.counters,
+            )
+        )
+        worker.shows(name, nixl.report)
+        worker.metrics.store.show_nixl(worker.counters, nixl.report)
+        return nixl
+    store = RedisEmbeddingStore(
+        redis,
+        ttl_s=settings.embedding_ttl_s,
+        bound_bytes=settings.redis_embedding_bytes,
+        counters=worker.counters,
+    )
+    stack.push_async_callback(store.aclose)
+    return store
 
 
 def _open_arena(settings: WorkerSettings) -> Arena:

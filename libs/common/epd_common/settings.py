@@ -30,6 +30,7 @@ from epd_common.login import (
 )
 from epd_common.protocol.lanes import AGED_WAITS_S
 from epd_common.protocol.subjects import ANY_PLACE, LONGEST_MODEL_TOKEN, model_token
+from epd_common.store.nixl import NixlOptions
 
 PREFIX = "EPD_"
 SECRET: JsonDict = {"secret": True}
@@ -267,7 +268,8 @@ class WorkerSettings(CommonSettings):
     stores: Annotated[tuple[str, ...], NoDecode] = Field(
         ("arena", "redis"),
         description="Stores an encoder writes to and a PD worker reads from, nearest first: "
-        "`arena` (same node), `redis` (any node).",
+        "`arena` (same node), `nixl` (memory of the worker that encoded it, by RDMA, TCP or shared memory; "
+        "needs the extra `nixl`), `redis` (any node, also when that worker is gone).",
     )
     lane_waits_s: Annotated[tuple[float, ...], NoDecode] = Field(
         AGED_WAITS_S,
@@ -279,6 +281,31 @@ class WorkerSettings(CommonSettings):
         ge=0,
         description="Bytes of all embeddings in Valkey together, alike for all workers, beyond which the "
         "least recently used go. 0: half of Valkey's `maxmemory`, and no bound where it has none.",
+    )
+    nixl_bytes: int = Field(
+        512 << 20,
+        ge=1 << 20,
+        description="Bytes of registered memory in which a worker that encodes keeps embeddings for others, "
+        "with `nixl`; taken as they are needed.",
+    )
+    nixl_ready_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="Bytes of files in the arena that are made ready for what comes by `nixl`, beside "
+        "`EPD_ARENA_BYTES`. 0: each file is made when it is needed, which takes longer than reading.",
+    )
+    nixl_timeout_s: float = Field(
+        0.8,
+        gt=0,
+        le=60,
+        description="Seconds that reading an embedding by `nixl` may take before the next store is tried.",
+    )
+    nixl_lease_s: float = Field(
+        5.0,
+        gt=0,
+        le=600,
+        description="Seconds after which a reader that has not said that it is done counts as dead, and what "
+        "it read may be evicted; longer than `EPD_NIXL_TIMEOUT_S`.",
     )
     stall_s: float = Field(
         120.0,
@@ -311,7 +338,7 @@ class WorkerSettings(CommonSettings):
     @field_validator("stores")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        allowed = ("arena", "redis")
+        allowed = ("arena", "nixl", "redis")
         if not value or any(name not in allowed for name in value):
             raise ValueError(f"must be a comma-separated list of {', '.join(allowed)}")
         return value
@@ -345,6 +372,24 @@ class WorkerSettings(CommonSettings):
                 f"each byte that is no letter, digit, _ or - counts as three: {how}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _leases_outlast_reads(self) -> Self:
+        if self.nixl_lease_s <= self.nixl_timeout_s:
+            raise ValueError(
+                f"EPD_NIXL_LEASE_S={self.nixl_lease_s:g} must be more than "
+                f"EPD_NIXL_TIMEOUT_S={self.nixl_timeout_s:g}"
+            )
+        return self
+
+    def nixl_options(self) -> NixlOptions:
+        return NixlOptions(
+            node=self.node,
+            region_bytes=self.nixl_bytes,
+            ready_bytes=self.nixl_ready_bytes,
+            timeout_s=self.nixl_timeout_s,
+            lease_s=self.nixl_lease_s,
+        )
 
     @property
     def model_name(self) -> str:

@@ -127,6 +127,7 @@ class Worker:
         store, node = metrics.store, settings.node
         store.evicted.read = lambda: {
             ("arena",): arena.evicted,
+            ("nixl",): self.counters["nixl_evicted"],
             ("redis",): self.counters["redis_evicted"],
         }
         store.used.read = lambda: {(node,): arena.published_bytes()}

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from epd_common.engines import EngineInfo
+from epd_common.protocol import Locator
 from epd_common.store import Arena, EmbeddingHeader, IntegrityError, RemoteStore
 from epd_common.store.arena import map_embedding
 
@@ -56,12 +57,15 @@ class Pins:
                 self._wanted[key] -= 1
                 self._settle(key)
 
-    async def take(self, key: str, *, here_alone: bool = False) -> EmbeddingHeader | None:
+    async def take(
+        self, key: str, *, locators: Sequence[Locator] = (), here_alone: bool = False
+    ) -> EmbeddingHeader | None:
         """Pin an embedding and return its header; None if no store has a usable one.
 
         The caller gives it back with :meth:`release`.
 
         Args:
+            locators: Where it was said to be.
             here_alone: Look in this node's arena and nowhere else.
         """
         lock = self._locks.setdefault(key, asyncio.Lock())
@@ -71,7 +75,8 @@ class Pins:
             async with lock:
                 header = self._headers.get(key)
                 if header is None:
-                    header = await self._bring(key, () if here_alone else self._remote)
+                    remote = () if here_alone else self._remote
+                    header = await self._bring(key, remote, locators)
         finally:
             if header is None:
                 self.release(key)
@@ -113,14 +118,18 @@ class Pins:
         for store in self._remote:
             await store.delete(key)
 
-    async def _bring(self, key: str, remote: Sequence[RemoteStore]) -> EmbeddingHeader | None:
+    async def _bring(
+        self, key: str, remote: Sequence[RemoteStore], locators: Sequence[Locator]
+    ) -> EmbeddingHeader | None:
         if (header := await self._pin(key)) is not None:
             self._counters["arena_hits"] += 1
             self._sources[key] = self._arena.name
             self._counters["arena_read_bytes"] += header.payload_bytes
             return header
         for store in remote:
-            brought = await store.bring(key, self._arena, lambda header: self._fits(key, header))
+            brought = await store.bring(
+                key, locators, self._arena, lambda header: self._fits(key, header)
+            )
             if brought is None:
                 continue
             self._counters[f"{store.name}_fetches"] += 1

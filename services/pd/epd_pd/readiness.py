@@ -182,7 +182,8 @@ class Readiness:
                 wait.marks.note_ready(at_once=first_look)
             first_look = False
             if wait.claim.state == "ready" or away:
-                header = await self._pins.take(key, here_alone=away)
+                places = wait.claim.event.locators if wait.claim.event is not None else ()
+                header = await self._pins.take(key, locators=places, here_alone=away)
                 if header is not None and wait.announced(header):
                     taken.append(key)
                     wait.marks.note_pinned(wait.claim.event, header, self._pins.source(key))

@@ -80,6 +80,13 @@ def _stack_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--decodes", type=_count, default=0, metavar="N", help="processes that decode for those"
     )
+    parser.add_argument(
+        "--store",
+        choices=("arena", "nixl", "redis"),
+        default="arena",
+        help="how embeddings come to PD processes: all share one arena, or each process is a node of its own "
+        "and reads them out of the encoder's memory (nixl) or from Valkey (redis)",
+    )
     parser.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     parser.add_argument("--redis", default="", metavar="URL", help="a Valkey that runs already")
 
@@ -113,6 +120,7 @@ def _options(arguments: argparse.Namespace, *, port: int) -> StackOptions:
         pds=arguments.pds or (0 if arguments.prefills else 1),
         prefills=arguments.prefills,
         decodes=arguments.decodes,
+        store=arguments.store,
         port=port,
         nats_url=arguments.nats,
         redis_url=arguments.redis,

@@ -23,10 +23,10 @@ from epd_common.store import (
     Arena,
     Embedding,
     EmbeddingHeader,
-    EmbeddingStore,
     IntegrityError,
     KeyStates,
     MediaStore,
+    RemoteStore,
     Suspects,
     UnwantedError,
 )
@@ -53,8 +53,8 @@ class Encoding:
     """Makes embeddings with one engine, and tells everybody.
 
     Args:
-        remote: Stores besides the arena that get every embedding.
-        locators: Where an embedding made here can be read from.
+        remote: Stores besides the arena that get every embedding, nearest first.
+        here: This node's arena, if PD workers read from it.
         counters: ``encoded``, ``embedding_bytes``, ``hits``, ``stale``, ``unwanted``.
         metrics: Say how long each part takes.
     """
@@ -66,8 +66,8 @@ class Encoding:
         engine: EncoderEngine,
         info: EngineInfo,
         arena: Arena,
-        remote: Sequence[EmbeddingStore],
-        locators: list[Locator],
+        remote: Sequence[RemoteStore],
+        here: Locator | None,
         media: MediaStore,
         states: KeyStates,
         suspects: Suspects,
@@ -82,7 +82,7 @@ class Encoding:
         self._info = info
         self._arena = arena
         self._remote = remote
-        self._locators = locators
+        self._here = here
         self._media = media
         self._states = states
         self._suspects = suspects
@@ -290,6 +290,11 @@ class Encoding:
             raise
         return staged
 
+    def _locators(self, key: str) -> list[Locator]:
+        """Where an embedding can be read from now, nearest first."""
+        places = [self._here, *(store.locator(key) for store in self._remote)]
+        return [place for place in places if place is not None]
+
     async def _copy_to_remote(self, embedding: Embedding) -> None:
         for store in self._remote:
             if not await store.contains(embedding.header.key):
@@ -375,7 +380,7 @@ class Encoding:
             dtype=header.dtype,
             bytes=header.payload_bytes,
             checksum=header.checksum,
-            locators=self._locators,
+            locators=self._locators(job.key),
             encoder=self._worker,
             attempt=attempt,
             queue_s=queued_s,

@@ -12,11 +12,19 @@ EmbeddingState = Literal["sized", "ready", "failed"]
 class Locator(Part, frozen=True, kw_only=True):
     """One place an embedding can be read from.
 
-    ``store`` is ``arena`` or ``redis``; ``node`` tells whose arena (empty for a store that all reach).
+    ``store`` is ``arena``, ``nixl`` or ``redis``; ``node`` tells whose arena or memory it is (empty for a
+    store that all reach). The rest is for ``nixl``: ``bytes`` bytes, header included, from ``offset`` on in
+    the region of ``agent``, whose record in Valkey (``epd:v1:nixl:<agent>``) holds what NIXL needs of it;
+    ``generation`` names the slot in notices to it; ``compat`` must equal the reader's own.
     """
 
     store: str
     node: str = ""
+    agent: str = ""
+    offset: int = 0
+    bytes: int = 0
+    generation: int = 0
+    compat: str = ""
 
 
 class EmbeddingEvent(Message, tag="ready", frozen=True, kw_only=True):

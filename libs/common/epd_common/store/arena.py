@@ -10,6 +10,7 @@ Layout below the root::
 
     data/<key>             published embeddings
     staging/<worker>/...   being written by an encoder's engine
+    landing/<worker>/...   being read from another node (``nixl/landing.py``)
     pins/<worker>/<key>    pinned by a PD worker
     owners/<worker>        locked while that worker lives, so that others can tell
 
@@ -86,6 +87,7 @@ class Arena:
         self._numbers = itertools.count(1)  # a step is atomic, and writers are threads
         self._worker = worker
         self.staging = root / "staging" / worker  # files there are written by ``room.whole_file``
+        self.landing = root / "landing" / worker
         self.pins = root / "pins" / worker
         self.evicted = 0
         """Embeddings that went to keep the quota when this process published one."""
@@ -151,7 +153,7 @@ class Arena:
             self._ownership = None
 
     def _drop(self, worker: str) -> None:
-        for folder in ("staging", "pins"):
+        for folder in ("staging", "landing", "pins"):
             shutil.rmtree(self.root / folder / worker, ignore_errors=True)
 
     # -- EmbeddingStore ------------------------------------------------------------------------

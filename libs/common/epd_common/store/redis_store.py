@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from redis.asyncio import Redis
 
+from epd_common.protocol import Locator
 from epd_common.store.arena import Arena
 from epd_common.store.bulk_reader import BulkReader, Values
 from epd_common.store.embedding import (
@@ -88,9 +89,18 @@ class RedisEmbeddingStore:
     async def get(self, key: str) -> Embedding | None:
         return await self._fetch(key, _in_memory)
 
+    def locator(self, key: str) -> Locator | None:
+        return Locator(store=self.name)
+
     async def bring(
-        self, key: str, arena: Arena, fits: Callable[[EmbeddingHeader], bool]
+        self,
+        key: str,
+        locators: Sequence[Locator],
+        arena: Arena,
+        fits: Callable[[EmbeddingHeader], bool],
     ) -> EmbeddingHeader | None:
+        """As ``RemoteStore`` says; it needs no locators."""
+
         def take(header: EmbeddingHeader, parts: Iterator[memoryview]) -> EmbeddingHeader:
             arena.receive(header, parts)
             return header

@@ -248,6 +248,11 @@ def _full(root: Path, needed_bytes: int, key: str, reason: str) -> ArenaFullErro
     )
 
 
+def free_bytes(root: Path) -> float:
+    """What the arena's file system has free."""
+    return _file_system(root)[1]
+
+
 def _file_system(root: Path) -> tuple[float, float]:
     """Its size and its free bytes; infinite where it has no bound of its own, as a tmpfs with ``size=0``."""
     stat = os.statvfs(root)

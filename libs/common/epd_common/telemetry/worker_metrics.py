@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from epd_common.accounts import Account
 from epd_common.protocol import WorkerState
 from epd_common.protocol.subjects import Stage
+from epd_common.store.nixl.errors import REASONS
 from epd_common.telemetry.exposition import EngineMetrics
 from epd_common.telemetry.metric_set import MetricSet, Values
 
@@ -56,18 +57,22 @@ MADE = {"encoded": "encoded", "hits": "hit", "stale": "stale", "unwanted": "unwa
 _Sums = dict[tuple[str, ...], tuple[str, ...]]
 
 _MOVED: _Sums = {
-    ("arena", "written"): ("embedding_bytes", "redis_fetched_bytes"),
+    ("arena", "written"): ("embedding_bytes", "nixl_fetched_bytes", "redis_fetched_bytes"),
     ("arena", "read"): ("arena_read_bytes",),
+    ("nixl", "written"): ("nixl_written_bytes",),
+    ("nixl", "read"): ("nixl_fetched_bytes",),
     ("redis", "written"): ("redis_written_bytes",),
     ("redis", "read"): ("redis_fetched_bytes",),
 }
 _MOVES: _Sums = {
-    ("arena", "written"): ("encoded", "redis_fetches"),
+    ("arena", "written"): ("encoded", "nixl_fetches", "redis_fetches"),
     ("arena", "read"): ("arena_hits",),
+    ("nixl", "written"): ("nixl_written",),
+    ("nixl", "read"): ("nixl_fetches",),
     ("redis", "written"): ("redis_written",),
     ("redis", "read"): ("redis_fetches",),
 }
-"""Counters whose sum is what a store took or gave. What is fetched from Valkey is written into the arena."""
+"""Counters whose sum is what a store took or gave. What is fetched is written into the arena."""
 
 
 class WorkerMetrics(MetricSet):
@@ -232,8 +237,8 @@ class StoreMetrics:
     def __init__(self, metrics: MetricSet) -> None:
         self.moved = metrics.shown_counter(
             "epd_store_embedding_bytes",
-            "Bytes of embeddings that this worker wrote to a store (arena, redis) or read from it; from the "
-            "arena it is read by mapping, so no byte is copied.",
+            "Bytes of embeddings that this worker wrote to a store (arena, nixl, redis) or read from it; the "
+            "arena is read by mapping, so no byte is copied, and nixl is another worker's memory.",
             ("store", "way"),
         )
         self.moves = metrics.shown_counter(
@@ -249,6 +254,25 @@ class StoreMetrics:
             "Embeddings that were damaged, of another model, or other than announced; each was dropped and "
             "ordered again.",
         )
+        self.not_read = metrics.shown_counter(
+            "epd_store_nixl_failed_reads",
+            "Embeddings that were to be read by nixl and were not, so that the next store was tried: gone "
+            "(the peer), late, unknown (the peer), incompatible, refused (the locator), stale (evicted), "
+            "memory (none could be registered here).",
+            ("reason",),
+        )
+        self.nixl = metrics.shown_gauge(
+            "epd_store_nixl_bytes",
+            "Registered memory: used by embeddings of this worker, region (what they may use), ready (files "
+            "for what is to be read).",
+            ("what",),
+        )
+        self.nixl_slots = metrics.shown_gauge(
+            "epd_store_nixl_slots",
+            "Embeddings in this worker's memory that others read now (leased), and such that were forgotten "
+            "meanwhile (quarantined).",
+            ("state",),
+        )
         self.used = metrics.shown_gauge(
             "epd_store_arena_used_bytes", "Published embeddings in a node's arena.", ("node",)
         )
@@ -257,6 +281,20 @@ class StoreMetrics:
             "What a node's arena may hold before it evicts.",
             ("node",),
         )
+
+    def show_nixl(self, counters: Counter[str], report: Callable[[], Mapping[str, int]]) -> None:
+        """Where it is used: what its store counts and holds."""
+        self.not_read.read = chosen(counters, {f"nixl_failed_{each}": each for each in REASONS})
+
+        def bytes_of() -> Values:
+            now = report()
+            named = {"used": "bytes", "region": "region_bytes", "ready": "ready_bytes"}
+            return {(what,): now[name] for what, name in named.items()}
+
+        self.nixl.read = bytes_of
+        self.nixl_slots.read = lambda: {
+            (state,): report()[state] for state in ("leased", "quarantined")
+        }
 
 
 def chosen(counters: Counter[str], names: Mapping[str, str]) -> Callable[[], Values]:

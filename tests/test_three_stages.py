@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from direct import Inbox, direct_job, publish
+from direct import Inbox, direct_job, publish, take
 from epd_cli.connect import operator_bus
 from epd_cli.stack import Stack, StackOptions, run_stack
 from epd_common.bus import Bus, declare_consumers, declare_streams
@@ -235,6 +235,29 @@ async def test_what_is_answered_where_it_is_prefilled(
         await asyncio.gather(first, second)
         assert (await counters(stack, prefill))["answered"] == 3
         assert (await counters(stack, decoder))["answered"] == 2
+
+
+async def test_a_job_that_comes_again_goes_the_same_way(
+    nats_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    """It may be handed over already: the queue drops a second decode job, and nobody answers twice."""
+    async with three(nats_url, redis_url, tmp_path, split_tokens=400) as stack:
+        inbox = await Inbox().listen(stack.bus)
+        for worker in stack.pds:
+            await worker.process.stop()
+        job = direct_job(stack, inbox)
+        await publish(stack, "generate", encode(job))
+        consumer = subjects.generate_consumer(stack.model, "l0")
+        await (await take(stack.bus, subjects.GENERATE_STREAM, consumer)).nak()
+        stack.pds.clear()
+        decoder = await stack.add_pd(pd_role="decode")
+        await eventually(lambda: bool(stack.registry.decoding(stack.model)), "somebody decodes")
+        prefill = await stack.add_pd(pd_role="prefill")
+        await eventually(
+            lambda: bool(inbox.frames) and isinstance(inbox.frames[-1], ReplyEnd), "it ends"
+        )
+        assert (await counters(stack, prefill))["handed_over"] == 1
+        assert (await counters(stack, decoder))["answered"] == 1
 
 
 async def test_nobody_decodes(nats_url: str, redis_url: str, tmp_path: Path) -> None:

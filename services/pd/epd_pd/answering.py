@@ -241,7 +241,10 @@ class Answering:
         if over is None or told is not None:
             await self._answer_here(attempt, body, arrivals, told)
         elif not over.wanted(
-            attempt.job.route, body, prompt_tokens=attempt.trail.prompt_tokens
+            attempt.job.route,
+            body,
+            prompt_tokens=attempt.trail.prompt_tokens,
+            again=attempt.delivered > 1,
         ) or not await self._hand_over(attempt, body, arrivals, over):
             with over.whole():
                 await self._answer_here(attempt, body, arrivals, None)

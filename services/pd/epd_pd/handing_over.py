@@ -76,10 +76,15 @@ class HandingOver:
         self._worker = worker
         self._whole = 0
 
-    def wanted(self, route: str, body: dict[str, Any], *, prompt_tokens: int) -> bool:
-        """Whether a request is to be handed over once its prompt is prefilled."""
+    def wanted(self, route: str, body: dict[str, Any], *, prompt_tokens: int, again: bool) -> bool:
+        """Whether a request is to be handed over once its prompt is prefilled.
+
+        Args:
+            again: Its job was delivered before, so it may be handed over already, and then no other way must
+                be gone: what is published a second time is dropped.
+        """
         return (
-            self._policy.splits(prompt_tokens, whole_now=self._whole)
+            (again or self._policy.splits(prompt_tokens, whole_now=self._whole))
             and can_be_split(route, body)
             and self._decoders()
         )

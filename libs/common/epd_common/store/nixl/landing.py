@@ -39,7 +39,7 @@ SPARE_SHARE = 8
 QUARANTINE_S = 10.0
 """What a slow peer was to write into is mapped for so long after the connection to it was dropped."""
 
-WINDOW_BYTES = 4 << 20
+WINDOW_BYTES = 8 << 20
 
 _POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE, of Linux 5.14; Python has no name for it
 _STEP_BYTES = 4 << 20

@@ -124,7 +124,9 @@ class Landing:
                 return Place(best.path, best)
             window = self._windows.pop() if self._windows else None
         if window is None:
-            window = self._registered(None, WINDOW_BYTES, _map(-1, WINDOW_BYTES))
+            address = _map(-1, WINDOW_BYTES)
+            _libc.madvise(address, WINDOW_BYTES, mmap.MADV_HUGEPAGE)
+            window = self._registered(None, WINDOW_BYTES, address)
         path = self._new_path()
         try:
             with whole_file(path, size, key=key) as file:

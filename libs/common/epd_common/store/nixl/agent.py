@@ -163,7 +163,7 @@ class Agent:
                 self._agent.releaseXferReq(transfer)
 
     def say(self, peer: str, notice: str) -> None:
-        """Tell a peer something, without waiting for it, as a read with a notice does."""
+        """Tell a peer something, without waiting for it."""
         with contextlib.suppress(*self._errors):
             self._agent.genNotif(peer, notice, [self._backend])
 

@@ -39,7 +39,7 @@ SPARE_SHARE = 8
 QUARANTINE_S = 10.0
 """What a slow peer was to write into is mapped for so long after the connection to it was dropped."""
 
-WINDOW_BYTES = 4 << 20
+WINDOW_BYTES = 8 << 20
 
 _POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE, of Linux 5.14; Python has no name for it
 _STEP_BYTES = 4 << 20
@@ -124,7 +124,9 @@ class Landing:
                 return Place(best.path, best)
             window = self._windows.pop() if self._windows else None
         if window is None:
-            window = self._registered(None, WINDOW_BYTES, _map(-1, WINDOW_BYTES))
+            address = _map(-1, WINDOW_BYTES)
+            _libc.madvise(address, WINDOW_BYTES, mmap.MADV_HUGEPAGE)
+            window = self._registered(None, WINDOW_BYTES, address)
         path = self._new_path()
         try:
             with whole_file(path, size, key=key) as file:

@@ -23,7 +23,7 @@ from epd_common.store.nixl.landing import WINDOW_BYTES, Landing, Place
 from epd_common.store.nixl.peers import Peer
 
 PIECE_BYTES = WINDOW_BYTES
-"""Read at once, and summed up while it is in the processor's caches."""
+"""Read at once. A notice on its way holds up the end of the next read, so there are few of both."""
 
 LEASE, RELEASE = "lease", "release"
 """Notices, followed by a slot's generation."""
@@ -111,14 +111,10 @@ class Reader:
         agent.connect(name, peer.metadata)
         place = self._landing.take(locator.bytes, key=key)
         try:
-            agent.say(name, notice(LEASE, locator.generation))
-            try:
-                header = self._read_header(key, locator, peer, place, until)
-                fitting = fits(header)
-                if fitting:
-                    self._read_rows(header, locator, peer, place, until)
-            finally:
-                agent.say(name, notice(RELEASE, locator.generation))
+            header = self._read_header(key, locator, peer, place, until)
+            fitting = fits(header)
+            if fitting:
+                self._read_rows(header, locator, peer, place, until)
         except NotReadError as error:
             if error.reason in ("gone", "late"):
                 agent.forget(name)  # then nothing new is begun; what was may still come
@@ -157,13 +153,20 @@ class Reader:
         place: Place,
         until: float,
     ) -> None:
-        """The rest, verified."""
+        """The rest, verified; under a lease, unless it is one piece: that is here before the word arrives."""
+        leases = locator.bytes - HEADER_BYTES > PIECE_BYTES
+        if leases:
+            self._agent.say(locator.agent, notice(LEASE, locator.generation))
         checksum = RunningChecksum()
-        for start in range(HEADER_BYTES, locator.bytes, PIECE_BYTES):
-            size = min(PIECE_BYTES, locator.bytes - start)
-            source = peer.span.part(locator.offset + start, size)
-            self._agent.read(locator.agent, source, place.target(start, size), until=until)
-            checksum.update(place.took(start, size))
+        try:
+            for start in range(HEADER_BYTES, locator.bytes, PIECE_BYTES):
+                size = min(PIECE_BYTES, locator.bytes - start)
+                source = peer.span.part(locator.offset + start, size)
+                self._agent.read(locator.agent, source, place.target(start, size), until=until)
+                checksum.update(place.took(start, size))
+        finally:
+            if leases:
+                self._agent.say(locator.agent, notice(RELEASE, locator.generation))
         if checksum.hex() != header.checksum:
             raise NotReadError(
                 "stale", f"what was read of {header.key} is not what its header says"

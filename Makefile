@@ -31,7 +31,7 @@ test: setup ## every test that needs no Docker engine, with real vLLM on the CPU
 	$(BIN)/python -m pytest -n 2 -m "not vllm and not docker and not chaos and not extra and not prometheus" --durations=15
 	$(BIN)/python -m pytest -m "vllm and not docker and not extra" --durations=15
 
-extras: setup ## what takes long: more models, plain vLLM servers, vLLM's proxy, odd requests, the page; 9 minutes
+extras: setup ## what takes long: more models, plain vLLM servers, vLLM's proxy, odd requests, three stages, the page; 14 minutes
 	scripts/browser.sh
 	$(BIN)/python -m pytest -m "extra and not docker" --durations=15
 

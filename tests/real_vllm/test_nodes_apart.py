@@ -10,7 +10,7 @@ from cases import CaseMaker
 from deployment import SMALL_MODEL, Deployments
 from services import counters
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.extra, pytest.mark.timeout(900)]
 
 
 async def test_embeddings_by_nixl_give_the_answers_of_one_process(deployments: Deployments) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import nats.errors
 import pytest
 from nats.aio.msg import Msg
+from nats.js.api import RetentionPolicy
 
 from epd_cli.brokers import Brokers, embedded_brokers
 from epd_common.bus import (
@@ -255,6 +256,19 @@ async def test_declaring_is_idempotent_and_may_be_done_at_once(own: Brokers, mod
         found = {info.config.name for info in await bus.js.streams_info()}
         assert found == {"EPD_ENCODE", "EPD_GENERATE", "EPD_DLQ", "EPD_EXHAUSTED", "KV_epd_workers"}
         assert len(await bus.js.consumers_info("EPD_GENERATE")) == len(LANES)
+
+
+async def test_queues_have_room_for_many_consumers(own: Brokers, model: str) -> None:
+    """More than NATS would give a stream that names no bound; one that is there already keeps its own."""
+    async with Bus(own.nats_url, name="test") as bus:
+        await bus.js.add_stream(
+            name="EPD_ENCODE", subjects=["epd.v1.encode.>"], retention=RetentionPolicy.WORK_QUEUE
+        )
+        await declare_streams(bus, max_jobs=100)
+        config = (await bus.js.stream_info("EPD_GENERATE")).config
+        assert config.max_consumers == streams.MAX_CONSUMERS
+        old = (await bus.js.stream_info("EPD_ENCODE")).config
+        assert (old.max_msgs, old.max_consumers) == (100, -1)
 
 
 async def test_a_changed_setting_is_an_update(

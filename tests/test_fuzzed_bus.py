@@ -123,11 +123,12 @@ class Fuzz:
             self.stack, inbox, items=[item], body=body, deadline=time.time() + 30, scope=""
         )
         raw = mutated(self.rng, encode(job))
-        if is_malformed(raw, self.stack.model):
+        subject = subjects.generate_subject(self.stack.model, "l0")
+        if is_malformed(raw, self.stack.model, subject):
             self.buried += 1
             if names_inbox(raw, inbox):
                 self.owed[inbox] = raw
-        return subjects.generate_subject(self.stack.model, "l0"), raw
+        return subject, raw
 
     def encode(self) -> tuple[str, bytes]:
         item, key = self._item()
@@ -235,9 +236,9 @@ class Fuzz:
         await self.stack.bus.flush()
 
 
-def is_malformed(raw: bytes, model: str) -> bool:
+def is_malformed(raw: bytes, model: str, subject: str) -> bool:
     try:
-        check_job(decode(raw, GenerateJob), model)
+        check_job(decode(raw, GenerateJob), model, subject=subject)
     except ProtocolError:
         return True
     return False

@@ -40,6 +40,10 @@ JOB_MAX_AGE_S = 3600.0
 """No job is worth doing after this; what nobody takes does not fill a queue for ever."""
 
 DUPLICATE_WINDOW_S = 120.0
+MAX_CONSUMERS = 100_000
+"""Of a queue: ten for each model, and one for each PD worker. A stream that names no bound has 1,000, by the
+default of NATS 2.15."""
+
 DLQ_MAX_MESSAGES = 10_000
 DLQ_MAX_AGE_S = 7 * 24 * 3600.0
 _NAME_IN_USE = 10058  # JetStream's error codes
@@ -125,6 +129,7 @@ async def _declare_streams(bus: Bus, *, max_jobs: int, replicas: int, update: bo
                 discard=DiscardPolicy.NEW,  # a full queue refuses: that is the back-pressure
                 max_msgs=max_jobs,
                 max_age=JOB_MAX_AGE_S,
+                max_consumers=MAX_CONSUMERS,
                 duplicate_window=DUPLICATE_WINDOW_S,
                 num_replicas=replicas,
             ),
@@ -269,4 +274,6 @@ async def _declare_stream(js: JetStreamContext, config: StreamConfig, *, update:
             await once_led(lambda: js.add_stream(config))
         await once_led(lambda: js.stream_info(str(config.name)), exists=True)
     if update:
+        there = await once_led(lambda: js.stream_info(str(config.name)))
+        config.max_consumers = there.config.max_consumers  # what a stream has of that it keeps
         await once_led(lambda: js.update_stream(config))

@@ -271,6 +271,17 @@ async def test_queues_have_room_for_many_consumers(own: Brokers, model: str) -> 
         assert (old.max_msgs, old.max_consumers) == (100, -1)
 
 
+async def test_a_job_that_is_gone_can_be_deleted(own: Brokers, model: str) -> None:
+    async with Bus(own.nats_url, name="test") as bus:
+        await declare_streams(bus, max_jobs=100)
+        for _ in range(3):
+            await put(bus, model, "l0")
+        first = (await bus.js.stream_info(subjects.ENCODE_STREAM)).state.first_seq
+        for number in (first + 1, first + 1, first, first, first + 7):
+            await streams.delete_message(bus, subjects.ENCODE_STREAM, number)
+        assert (await bus.js.stream_info(subjects.ENCODE_STREAM)).state.messages == 1
+
+
 async def test_a_changed_setting_is_an_update(
     own: Brokers, model: str, ack_wait: Callable[[float], None]
 ) -> None:

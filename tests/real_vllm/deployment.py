@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ SMALL_MODEL = ROOT / "models" / "shapes-qwen2vl"
 START_TIMEOUT_S = 420
 PATIENCE_S = 2.0
 KV_LEASE_S = 8
+MOST_WORKERS = 8
 TOOL_ARGUMENTS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
@@ -106,7 +108,7 @@ class Deployments:
     async def _start(self, name: str, setup: str, colocated_url: str) -> Deployment:
         """Start what is missing, at the same time; ``colocated_url`` is that of one that runs already."""
         model = await self._checkpoint(name)
-        metrics_port = free_port() if SETUPS[setup].metrics else 0
+        metrics_port = free_ports(MOST_WORKERS) if SETUPS[setup].metrics else 0
         options = StackOptions(
             model=str(model),
             served_model=name,
@@ -143,6 +145,18 @@ class Deployments:
         )
         assert await process.wait() == 0, f"cannot build a random {name}"
         return folder
+
+
+def free_ports(count: int) -> int:
+    """The first of so many in a row that were free just now; the system gives none of them to connections, so
+    a worker that is started again finds its own."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        first = random.randrange(low // 2, low - count)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def free_port() -> int:

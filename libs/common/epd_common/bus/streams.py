@@ -47,7 +47,9 @@ default of NATS 2.15."""
 DLQ_MAX_MESSAGES = 10_000
 DLQ_MAX_AGE_S = 7 * 24 * 3600.0
 _NAME_IN_USE = 10058  # JetStream's error codes
-_NO_MESSAGE, _SEQUENCE_NOT_FOUND = 10037, 10057
+_GONE = (10037, 10043, 10057)
+"""JetStream says one of these of a message that is not there, by where in the stream it was."""
+
 WORKERS_TTL_S = 60.0
 """A record nobody renews leaves the bucket after this; readers go by the heartbeat, sooner."""
 
@@ -252,7 +254,7 @@ async def delete_message(bus: Bus, stream: str, number: int) -> None:
     try:
         await bus.js.delete_msg(stream, number)
     except APIError as error:
-        if error.err_code not in (_NO_MESSAGE, _SEQUENCE_NOT_FOUND):
+        if error.err_code not in _GONE:
             raise
 
 

@@ -44,6 +44,8 @@ from epd_pd.pins import Pins
 from nixl_peer import MB, PeerProcess, reading
 from service_stack import eventually
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 256
 FINGERPRINT = "f" * 64
 
@@ -219,7 +221,6 @@ async def test_what_is_of_no_use_is_not_brought(
     assert not await rig.arena.contains(given.header.key)
 
 
-@pytest.mark.slow
 async def test_an_idle_agent_takes_under_3_percent_of_a_core(rig: Rig) -> None:
     given = embedding()
     await rig.bring(given.header.key, await rig.peer.put(given))
@@ -266,7 +267,6 @@ async def test_a_dead_peer_costs_no_second_and_valkey_has_it(
     assert rig.counters["redis_fetched_bytes"] == 18 * MB
 
 
-@pytest.mark.slow
 async def test_a_peer_that_died_after_it_was_read(rig: Rig) -> None:
     given, other = embedding(9 * MB), embedding(9 * MB)
     places = [await rig.peer.put(each) for each in (given, other)]
@@ -277,7 +277,6 @@ async def test_a_peer_that_died_after_it_was_read(rig: Rig) -> None:
     assert source == "redis" and took < 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_mid_read_the_reader_recovers_in_a_second(
     by_tcp: Rig, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -299,7 +298,6 @@ async def test_mid_read_the_reader_recovers_in_a_second(
     assert not list(by_tcp.arena.staging.iterdir())
 
 
-@pytest.mark.slow
 async def test_mid_read_over_shared_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     given = embedding(50 * MB)
     place = await rig.peer.put(given)
@@ -310,7 +308,6 @@ async def test_mid_read_over_shared_memory(rig: Rig, monkeypatch: pytest.MonkeyP
     assert rig.failed() == {"gone": 1}
 
 
-@pytest.mark.slow
 async def test_what_comes_too_late_spoils_nothing(
     by_tcp: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,7 +447,6 @@ async def test_another_version_is_said_once(
 # -- leases --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 async def test_what_is_read_is_not_evicted_and_what_is_deleted_waits(
     redis: Redis, redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,7 +491,6 @@ async def _free(peer: PeerProcess) -> bool:
     return not report["leased"] and not report["quarantined"]
 
 
-@pytest.mark.slow
 async def test_evicted_is_stale_and_can_be_put_again(
     redis: Redis, redis_url: str, folder: Path
 ) -> None:

@@ -26,6 +26,8 @@ from service_stack import (
     text_of,
 )
 
+pytestmark = pytest.mark.slow
+
 NIXL: dict[str, Any] = {
     "stores": ("arena", "nixl"),
     "nixl_bytes": 16 << 20,
@@ -95,7 +97,6 @@ async def test_a_pd_of_the_same_node_moves_no_byte(stack: ServiceStack) -> None:
     assert await fetched(stack, stack.pds[0]) == {"nixl": 0, "redis": 0}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("settings", [NIXL, BOTH], ids=["encoded again", "from Valkey"])
 async def test_an_encoder_that_is_gone(stack: ServiceStack, settings: dict[str, Any]) -> None:
     """What only it had is encoded again by another one; what Valkey has as well comes from there."""
@@ -132,7 +133,6 @@ async def test_metrics_say_from_where_it_came(stack: ServiceStack) -> None:
     assert read == written > 0
 
 
-@pytest.mark.slow
 async def test_an_encoder_that_is_killed_costs_no_second(tmp_path: Path) -> None:
     """`epd up --store nixl`: real processes. What lay in the encoder's memory comes from Valkey."""
     options = StackOptions(

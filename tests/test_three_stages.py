@@ -215,6 +215,7 @@ async def test_streams_and_receipts(nats_url: str, redis_url: str, tmp_path: Pat
         assert receipt.prefill.first_s is not None and receipt.prefill.prefill is None
 
 
+@pytest.mark.slow
 async def test_what_is_answered_where_it_is_prefilled(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:
@@ -237,6 +238,7 @@ async def test_what_is_answered_where_it_is_prefilled(
         assert (await counters(stack, decoder))["answered"] == 2
 
 
+@pytest.mark.slow
 async def test_a_job_that_comes_again_goes_the_same_way(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:
@@ -260,6 +262,7 @@ async def test_a_job_that_comes_again_goes_the_same_way(
         assert (await counters(stack, decoder))["answered"] == 1
 
 
+@pytest.mark.slow
 async def test_nobody_decodes(nats_url: str, redis_url: str, tmp_path: Path) -> None:
     """Then prefill workers do all, and what was handed over before."""
     async with three(nats_url, redis_url, tmp_path) as stack:
@@ -321,6 +324,7 @@ async def test_a_lost_acknowledgement_lets_two_workers_answer_as_two_attempts(
         assert len({(f.attempt, f.seq) for f in frames}) == len(frames)
 
 
+@pytest.mark.slow
 async def test_a_decode_job_that_nobody_is_left_for(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:
@@ -362,6 +366,7 @@ async def test_a_handover_that_a_client_made_up(
         assert error.code == "malformed_message" and "handover" in error.message
 
 
+@pytest.mark.slow
 async def test_a_handover_that_does_not_fit(nats_url: str, redis_url: str, tmp_path: Path) -> None:
     """The job alone fits into a message; so the prefill worker answers."""
     async with three(nats_url, redis_url, tmp_path) as stack:
@@ -379,6 +384,7 @@ async def test_a_handover_that_does_not_fit(nats_url: str, redis_url: str, tmp_p
         assert (await counters(stack, stack.pds[0]))["answered"] == 1
 
 
+@pytest.mark.slow
 async def test_a_request_that_is_cancelled_between_the_stages(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:
@@ -408,6 +414,7 @@ async def test_a_request_that_is_cancelled_between_the_stages(
         await eventually_nothing_left(stack, [one])
 
 
+@pytest.mark.slow
 async def test_a_prompt_that_was_given_up_meanwhile(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ async def brokers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bro
     """A real NATS and a real Valkey. Tests share them: use names of your own, or clean up."""
     async with embedded_brokers(tmp_path_factory.mktemp("brokers")) as running:
         yield running
+        # It has thousands of consumers by now, and takes long to end in order, which nobody needs.
+        await running.nats.kill()
 
 
 @pytest.fixture(scope="session")

@@ -303,6 +303,7 @@ async def scrape(port: int) -> Scraped:
         return Scraped((await client.get(f"http://127.0.0.1:{port}/metrics")).text)
 
 
+@pytest.mark.slow
 async def test_metrics_of_both_workers(
     nats_url: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

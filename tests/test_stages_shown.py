@@ -96,6 +96,7 @@ async def test_a_trail_tells_of_both_workers_in_order(stack: SimStack) -> None:
         assert item["encoder"] == stack.encoders[0].id and item["bytes"] > 0
 
 
+@pytest.mark.slow
 async def test_a_header_explains_both_workers(stack: SimStack) -> None:
     body = stack.body("x", picture())
     answer = await stack.http.post(CHAT, json=body, headers={"x-epd-explain": "true"})
@@ -104,6 +105,7 @@ async def test_a_header_explains_both_workers(stack: SimStack) -> None:
     assert told["pd"]["worker"] == answer.headers["x-epd-worker"] == stack.pds[1].id
 
 
+@pytest.mark.slow
 async def test_a_prompt_that_was_lost_shows_that_it_was_prefilled_again(
     stack: SimStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +241,7 @@ def test_epd_top_names_both_workers_and_counts_what_is_handed_over() -> None:
     assert rates(look(1.0, 10), look(3.0, 16)).workers == {"pd.p": 3.0}
 
 
+@pytest.mark.slow
 async def test_the_live_view_says_what_a_worker_does(stack: SimStack) -> None:
     live = (await stack.http.get("/ui/api/live")).json()
     roles = {worker["worker"]: worker["pd_role"] for worker in live["workers"]}
@@ -363,6 +366,7 @@ async def leave(stack: SimStack, worker: int) -> None:
     stack.pd_time.passing.set()
 
 
+@pytest.mark.slow
 async def test_what_was_handed_over_is_accounted_for(
     own: Brokers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

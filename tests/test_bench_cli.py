@@ -40,6 +40,7 @@ async def epd_bench(folder: Path, *arguments: str) -> tuple[int, str]:
     return process.returncode, output.decode()
 
 
+@pytest.mark.slow
 async def test_results_are_written_and_can_be_read_back(tmp_path: Path) -> None:
     async with scripted_server(lambda body: ANSWER) as server:
         code, output = await epd_bench(

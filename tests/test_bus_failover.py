@@ -174,6 +174,7 @@ async def test_a_watch_that_its_server_lost_is_made_anew(own: Brokers) -> None:
                 await eventually(lambda: registry.models() == ["a", "b"], "the other one, too")
 
 
+@pytest.mark.slow
 async def test_silence_of_all_is_the_buckets_and_that_of_one_is_its_own(own: Brokers) -> None:
     async with Bus(own.nats_url, name="test") as bus:
         await declare_streams(bus, max_jobs=10)

@@ -523,6 +523,7 @@ async def test_waiting_for_a_connection_is_not_the_hosts_time(server: Server) ->
         assert caught.value.retry_after_s and "host" not in caught.value.message
 
 
+@pytest.mark.slow
 async def test_who_waited_has_all_of_his_time(server: Server) -> None:
     options = {"max_connections": 1, "timeout_s": 1.0}
     async with Setup(server, "localhost", **options).fetcher as fetcher:

@@ -536,6 +536,7 @@ async def test_fc03_a_stream_that_fails_midway_ends_with_an_error_event(
     await still_works(stack)
 
 
+@pytest.mark.slow
 async def test_no_workers_and_too_few(own_brokers: Brokers, tmp_path: Path) -> None:
     async with bare_stack(own_brokers.nats_url, own_brokers.redis_url, tmp_path) as stack:
         await stack.add_gateway()

@@ -217,6 +217,7 @@ def runs(pd: Worker) -> int:
     return len(pd.engine.running)
 
 
+@pytest.mark.slow
 async def test_a_job_goes_to_its_place_or_to_another_where_that_is_full(
     stack: ServiceStack,
 ) -> None:
@@ -238,6 +239,7 @@ async def test_a_job_goes_to_its_place_or_to_another_where_that_is_full(
     await eventually(lambda: not runs(small) and not runs(large), "all is done")
 
 
+@pytest.mark.slow
 async def test_jobs_of_an_owner_that_left_are_done_by_another(stack: ServiceStack) -> None:
     small, large = stack.pds
     await small.process.stop()

@@ -245,6 +245,7 @@ async def placements(stack: ServiceStack) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 async def test_requests_that_begin_alike_come_to_one_worker(stack: ServiceStack) -> None:
     for text in (f"{LONG} {n}" for n in range(6)):
         data = picture()

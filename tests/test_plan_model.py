@@ -233,6 +233,7 @@ def test_a_large_system_is_simulated_by_a_slice_of_it() -> None:
     assert sliced(shape(), 8.0) == (shape(), 8.0)
 
 
+@pytest.mark.slow
 def test_a_slice_does_what_the_whole_does() -> None:
     given = {"encoders": 16, "pds": 48, "gateways": 8}
     whole = run(AZURE, 120.0, 3000, **given)

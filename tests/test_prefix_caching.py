@@ -96,6 +96,7 @@ async def ask(
     return text, response.headers["x-epd-worker"], details.get("cached_tokens", 0)
 
 
+@pytest.mark.slow
 async def test_turns_of_a_conversation_come_to_one_worker_and_are_cached(stack: SimStack) -> None:
     await stack.start(pds=4, placement="prefix")
     for number in range(4):

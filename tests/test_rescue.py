@@ -188,6 +188,7 @@ async def test_one_of_two_that_wait_encodes(bare: ServiceStack) -> None:
     assert len(towers[0].encoded) + len(towers[1].encoded) == 1
 
 
+@pytest.mark.slow
 async def test_of_many_that_wait_without_encoders_one_encodes(bare: ServiceStack) -> None:
     await rescuing(bare, encoders=0, recheck_s=0.05)
     await bare.add_pd(arena="another node", local_encode="always", recheck_s=0.05)

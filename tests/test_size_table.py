@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 
+import pytest
+
 from epd_common.store import SizeTable, open_redis
 from epd_common.tasks import end
 
@@ -12,6 +14,7 @@ STEPS = 60
 """Of the event loop, more than a write has."""
 
 
+@pytest.mark.slow
 async def test_a_write_that_is_broken_off_leaves_nothing_without_an_end(redis_url: str) -> None:
     async with open_redis(redis_url) as redis:
         names = [secrets.token_hex(32) for _ in range(STEPS)]

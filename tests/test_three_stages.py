@@ -351,6 +351,7 @@ async def test_a_decode_job_that_nobody_is_left_for(
         assert (await counters(stack, stack.pds[0]))["kv_lost"] == 1
 
 
+@pytest.mark.slow
 async def test_a_handover_that_a_client_made_up(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from epd_common.placing import prefix_key
 from epd_common.protocol import subjects
 from epd_common.rendezvous import ranked
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.extra, pytest.mark.timeout(600)]
 
 SYSTEM = {"role": "system", "content": "the quick brown fox. " * 55}
 """Some 850 of the small model's tokens: six blocks of the nine that an engine here has for prompts."""

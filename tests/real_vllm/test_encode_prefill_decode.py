@@ -151,7 +151,7 @@ async def test_the_prefill_worker_is_killed_while_it_prefills(three: Deployment)
         asking = asyncio.create_task(right(three, _question(5200)))
         victim = await working(three, *PREFILLS)
         kill(service(three, victim))
-        await asyncio.sleep(0.2)
+        await asyncio.wait_for(service(three, victim).wait(), 10)
     await asking
     await back(three, victim, kill)
 

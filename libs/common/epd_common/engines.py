@@ -154,7 +154,6 @@ class KvHandle:
 class Loaded:
     """What an engine found of a prompt that was handed over: how many of its tokens it did not compute."""
 
-    prompt_tokens: int = 0
     loaded_tokens: int = 0
 
 

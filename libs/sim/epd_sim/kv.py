@@ -20,8 +20,6 @@ from epd_common.engines import KvLostError
 READ_S = 1.0
 """A kept prompt that is not read within this is held for lost."""
 
-_MOST_BYTES = 1 << 20
-
 
 class KeptPrompts:
     """Keeps prompts for others. Start it before use.
@@ -41,8 +39,7 @@ class KeptPrompts:
     def __len__(self) -> int:
         """Prompts that are kept."""
         now = time.monotonic()
-        self._kept = {name: kept for name, kept in self._kept.items() if kept[0] > now}
-        return len(self._kept)
+        return sum(until > now for until, _ in self._kept.values())
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, self._host, self._port)
@@ -56,18 +53,21 @@ class KeptPrompts:
 
     def keep(self, signatures: list[bytes]) -> dict[str, Any]:
         """Keep a prompt; what another engine needs to read it."""
-        name = secrets.token_hex(8)
-        self._kept[name] = time.monotonic() + self._lease_s, signatures
-        len(self)
+        now, name = time.monotonic(), secrets.token_hex(8)
+        self._kept = {each: kept for each, kept in self._kept.items() if kept[0] > now}
+        self._kept[name] = now + self._lease_s, signatures
         return {"host": self._host, "port": self._port, "name": name}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, ValueError):
-            name = (await reader.readuntil(b"\n")).decode().strip()
-            until, signatures = self._kept.pop(name, (0.0, []))
-            if until > time.monotonic():
-                writer.write(msgspec.msgpack.encode(signatures))
-                await writer.drain()
+        with contextlib.suppress(
+            OSError, EOFError, ValueError, asyncio.LimitOverrunError, TimeoutError
+        ):
+            async with asyncio.timeout(READ_S):
+                name = (await reader.readuntil(b"\n")).decode().strip()
+                until, signatures = self._kept.pop(name, (0.0, []))
+                if until > time.monotonic():
+                    writer.write(msgspec.msgpack.encode(signatures))
+                    await writer.drain()
         writer.close()
 
 
@@ -82,7 +82,7 @@ async def read_kept(params: dict[str, Any]) -> list[bytes]:
             reader, writer = await asyncio.open_connection(params["host"], params["port"])
             try:
                 writer.write(f"{params['name']}\n".encode())
-                raw = await reader.read(_MOST_BYTES)
+                raw = await reader.read()  # to its end, in however many pieces it comes
             finally:
                 writer.close()
         return msgspec.msgpack.decode(raw, type=list[bytes])

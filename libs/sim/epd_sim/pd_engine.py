@@ -178,7 +178,6 @@ class SimPdEngine(SimEngine):
         signatures = await read_kept(kv.params)
         if len(request.prompts) != 1 or len(signatures) != len(request.prompts[0].places):
             raise KvLostError("what was loaded is not of this prompt")
-        loaded.prompt_tokens = request.prompts[0].sequence.prompt_tokens
         loaded.loaded_tokens = request.prompts[0].load(signatures)
         await self._device.wait(self._profile.kv_load_s(loaded.loaded_tokens))
 

@@ -59,7 +59,6 @@ class HandoverNotes:
     def prefilled(self, stats: PrefillStats) -> None:
         """The engine has the whole prompt. What an output says of it counts what its prefill worker had."""
         if self._loaded is not None:
-            self._loaded.prompt_tokens = stats.num_prompt_tokens
             self._loaded.loaded_tokens = stats.num_cached_tokens
 
 

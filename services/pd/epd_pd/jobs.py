@@ -141,7 +141,7 @@ class GenerateHandler:
             share.end()
             spans.end(span, trail, outcome=delivery.outcome)
             if job.handover is not None:
-                self._metrics.decoded(trail.receipt())
+                self._metrics.decoded(trail)
             del self._running[job.request_id]
 
     def _count(self, outcome: str, delivery: Delivery) -> None:

@@ -7,11 +7,11 @@ from collections import Counter
 
 from epd_common.backlog import Backlog
 from epd_common.bus import JobPuller
-from epd_common.protocol import Receipt
 from epd_common.telemetry.metric_set import MetricSet
 from epd_common.telemetry.worker_metrics import chosen
 from epd_pd.admission import Admission
 from epd_pd.arrivals import Arrivals
+from epd_pd.trail import Trail
 
 RESCUES = {
     "redelivered": "redelivered",
@@ -23,7 +23,7 @@ FOUND = {f"found_{state}": state for state in ("ready", "pending", "claimed", "f
 """Counters of :class:`epd_pd.readiness.Readiness`, and the labels that they are shown under."""
 
 KV = {"kv_loaded": "loaded", "kv_lost": "lost"}
-"""The same of :class:`epd_pd.answering.Answering`."""
+"""The same of :class:`epd_pd.loading.Loading`."""
 
 
 class PdMetrics:
@@ -142,10 +142,10 @@ class PdMetrics:
             ("outside",): admission.outside,
         }
 
-    def decoded(self, receipt: Receipt) -> None:
+    def decoded(self, trail: Trail) -> None:
         """A decode job has ended, with an answer or without."""
-        if receipt.first_s is not None:
-            self.handover.observe(receipt.queued_s + receipt.first_s)
+        if trail.told_after_s is not None:
+            self.handover.observe(trail.told_after_s)
 
     def told(self, arrivals: Arrivals) -> None:
         """The engine knows now of all items that have arrived."""

@@ -97,6 +97,11 @@ class Trail:
         if self._first is None:
             self._first = time.monotonic()
 
+    @property
+    def told_after_s(self) -> float | None:
+        """Seconds from the job's publishing to the first piece of the answer."""
+        return None if self._first is None else self._queued_s + self._first - self._began
+
     def receipt(self) -> Receipt:
         """All of it, ending now."""
         return Receipt(

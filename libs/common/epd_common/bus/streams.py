@@ -270,12 +270,11 @@ def _unless_there() -> Iterator[None]:
 
 async def _declare_stream(js: JetStreamContext, config: StreamConfig, *, update: bool) -> None:
     try:
-        await once_led(lambda: js.stream_info(str(config.name)))
+        there = await once_led(lambda: js.stream_info(str(config.name)))
     except NotFoundError:
         with _unless_there():
             await once_led(lambda: js.add_stream(config))
-        await once_led(lambda: js.stream_info(str(config.name)), exists=True)
+        there = await once_led(lambda: js.stream_info(str(config.name)), exists=True)
     if update:
-        there = await once_led(lambda: js.stream_info(str(config.name)))
         config.max_consumers = there.config.max_consumers  # what a stream has of that it keeps
         await once_led(lambda: js.update_stream(config))

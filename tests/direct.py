@@ -9,7 +9,7 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from epd_common.bus import Bus
-from epd_common.protocol import GenerateJob, ReplyError, decode_reply, subjects
+from epd_common.protocol import GenerateJob, ReplyEnd, ReplyError, decode_reply, subjects
 from service_stack import BOUND_S, ServiceStack, eventually
 
 
@@ -27,6 +27,14 @@ class Inbox:
         await bus.subscribe(self.subject, note)
         await bus.flush()
         return self
+
+    async def end(self) -> ReplyEnd:
+        """The last frame of a reply that is whole."""
+        await eventually(
+            lambda: bool(self.frames) and isinstance(self.frames[-1], ReplyEnd), "the reply ends"
+        )
+        last: ReplyEnd = self.frames[-1]
+        return last
 
     async def error(self) -> ReplyError:
         """The error that ends the reply."""

@@ -26,7 +26,6 @@ from epd_common.health import ask_health
 from epd_common.ingest.body import CHAT, COMPLETIONS
 from epd_common.protocol import (
     Handover,
-    Receipt,
     ReplyData,
     ReplyEnd,
     ReplyHead,
@@ -203,11 +202,8 @@ async def test_streams_and_receipts(nats_url: str, redis_url: str, tmp_path: Pat
         body = stack.body("streamed", *pictures, stream=True, **options)
         assert stream_text(told) == expected_answer(body, pictures)
         await publish(stack, "generate", encode(direct_job(stack, inbox)))
-        await eventually(
-            lambda: bool(inbox.frames) and isinstance(inbox.frames[-1], ReplyEnd),
-            "it ends",
-        )
-        receipt: Receipt = inbox.frames[-1].receipt
+        receipt = (await inbox.end()).receipt
+        assert receipt is not None
         assert (receipt.worker, receipt.attempt) == (decoder.id, 2)
         assert receipt.loaded_tokens > 0
         assert receipt.prefill is not None
@@ -255,9 +251,7 @@ async def test_a_job_that_comes_again_goes_the_same_way(
         decoder = await stack.add_pd(pd_role="decode")
         await eventually(lambda: bool(stack.registry.decoding(stack.model)), "somebody decodes")
         prefill = await stack.add_pd(pd_role="prefill")
-        await eventually(
-            lambda: bool(inbox.frames) and isinstance(inbox.frames[-1], ReplyEnd), "it ends"
-        )
+        await inbox.end()
         assert (await counters(stack, prefill))["handed_over"] == 1
         assert (await counters(stack, decoder))["answered"] == 1
 
@@ -343,10 +337,7 @@ async def test_a_decode_job_that_nobody_is_left_for(
             message_id=job.request_id,
         )
         await stack.start()
-        await eventually(
-            lambda: bool(inbox.frames) and isinstance(inbox.frames[-1], ReplyEnd),
-            "it is answered",
-        )
+        await inbox.end()
         assert {frame.attempt for frame in inbox.frames} == {MAX_DELIVERIES + 1}
         assert (await counters(stack, stack.pds[0]))["kv_lost"] == 1
 
@@ -378,11 +369,25 @@ async def test_a_handover_that_does_not_fit(nats_url: str, redis_url: str, tmp_p
         job = msgspec.structs.replace(job, body=msgspec.json.encode(padded))
         assert stack.bus.max_payload_bytes - 200 < len(encode(job)) <= stack.bus.max_payload_bytes
         await publish(stack, "generate", encode(job))
-        await eventually(
-            lambda: bool(inbox.frames) and isinstance(inbox.frames[-1], ReplyEnd),
-            "it ends",
-        )
+        await inbox.end()
         assert (await counters(stack, stack.pds[0]))["answered"] == 1
+
+
+async def between_the_stages(
+    stack: SimStack, *pictures: bytes
+) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+    """A request that fills the decode worker, and one about pictures that is handed over and waits for it."""
+    prefill, decoder = stack.pds
+    stack.pd_time.real_s = 0.005
+    long = asyncio.create_task(ask(stack, "long", max_tokens=LONG, ignore_eos=True))
+    await eventually(lambda: bool(decoder.engine._inside), "the decode worker is full")
+    waiting = asyncio.create_task(ask(stack, "waits", *pictures))
+
+    async def handed_over() -> bool:
+        return (await counters(stack, prefill))["handed_over"] == 2
+
+    await eventually(handed_over, "it waits for a decode worker")
+    return long, waiting
 
 
 @pytest.mark.slow
@@ -390,17 +395,9 @@ async def test_a_request_that_is_cancelled_between_the_stages(
     nats_url: str, redis_url: str, tmp_path: Path
 ) -> None:
     async with three(nats_url, redis_url, tmp_path, decode={"pd_slots": 1}) as stack:
-        prefill, decoder = stack.pds
-        stack.pd_time.real_s = 0.005
-        long = asyncio.create_task(ask(stack, "long", max_tokens=LONG, ignore_eos=True))
-        await eventually(lambda: bool(decoder.engine._inside), "the decode worker is full")
+        decoder = stack.pds[1]
         one = picture()
-        asking = asyncio.create_task(ask(stack, "waits", one))
-
-        async def handed_over() -> bool:
-            return (await counters(stack, prefill))["handed_over"] == 2
-
-        await eventually(handed_over, "it waits for a decode worker")
+        long, asking = await between_the_stages(stack, one)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
@@ -422,16 +419,8 @@ async def test_a_prompt_that_was_given_up_meanwhile(
     """The prefill worker has forgotten it: the decode worker gets the embeddings and prefills it itself."""
     async with three(nats_url, redis_url, tmp_path, decode={"pd_slots": 1}) as stack:
         prefill, decoder = stack.pds
-        stack.pd_time.real_s = 0.005
-        long = asyncio.create_task(ask(stack, "long", max_tokens=LONG, ignore_eos=True))
-        await eventually(lambda: bool(decoder.engine._inside), "the decode worker is full")
         one, two = picture(), picture()
-        asking = asyncio.create_task(ask(stack, "waits", one, two))
-
-        async def handed_over() -> bool:
-            return (await counters(stack, prefill))["handed_over"] == 2
-
-        await eventually(handed_over, "it waits for a decode worker")
+        long, asking = await between_the_stages(stack, one, two)
         prefill.engine._kept_prompts._kept.clear()
         await asyncio.gather(long, asking)
         found = await counters(stack, decoder)
